@@ -1,0 +1,216 @@
+"""The model's sizes, read from a published ``config.json``. No torch is imported here.
+
+Symbols in the comments are those of the DeepSeek V3.2 papers and of docs/model.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v32")
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message is one sentence that names the key."""
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN's stretch of the rotary frequencies (``rope_scaling`` or ``rope_parameters`` of the file)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One DeepSeek V3 or V3.2 model, by its published key names.
+
+    ``index_topk`` is None for a model without the lightning indexer (V3). The last block holds settings that
+    published files do not have: engine settings that exclude sequence parallelism, and choices that sources
+    make differently.
+    """
+
+    model_type: str
+    vocab_size: int  # V
+    hidden_size: int  # D
+    num_hidden_layers: int  # N, without the MTP layers
+    first_k_dense_replace: int  # N0: layers below it are dense
+    intermediate_size: int  # F, the dense MLP's width
+    moe_intermediate_size: int  # Fe, one expert's width
+    num_attention_heads: int  # H
+    q_lora_rank: int  # rq
+    kv_lora_rank: int  # rk
+    qk_nope_head_dim: int  # dn
+    qk_rope_head_dim: int  # dr
+    v_head_dim: int  # dv
+    n_routed_experts: int  # E
+    num_experts_per_tok: int  # K
+    n_shared_experts: int = 1  # Es
+    n_group: int = 1  # G
+    topk_group: int = 1  # Gk
+    routed_scaling_factor: float = 1.0  # gamma
+    norm_topk_prob: bool = True
+    moe_layer_freq: int = 1
+    index_n_heads: int | None = None  # Hi
+    index_head_dim: int | None = None  # di
+    index_topk: int | None = None  # k
+    rms_norm_eps: float = 1e-6  # epsilon
+    max_position_embeddings: int = 4096
+    rope_theta: float = 10000.0
+    yarn: YarnConfig | None = None
+    num_nextn_predict_layers: int = 0
+
+    latent_norm_eps: float = 1e-6  # of q_a_layernorm and kv_a_layernorm; engines use rms_norm_eps instead
+    mtp_zero_first_embedding: bool = False  # vLLM zeroes the MTP embedding at position 0
+    pipeline_parallel_size: int = 1
+    lora_rank: int = 0
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether attention keeps only the ``index_topk`` best keys of each query."""
+        return self.index_topk is not None
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer ``layer`` has experts; MTP layers (``layer >= num_hidden_layers``) always do."""
+        if layer >= self.num_hidden_layers:
+            return True
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    @property
+    def mtp_layers(self) -> range:
+        """Indices of the MTP layers: they follow the main layers in the checkpoint."""
+        return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
+_YARN_FIELDS = {field.name for field in dataclasses.fields(YarnConfig)}
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Reads ``folder/config.json``.
+
+    Raises:
+        ConfigError: no such file, no JSON object, or a value the model cannot have.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return parse_config(raw)
+
+
+def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> ModelConfig:
+    """Makes a config of a published file's object; keys the model does not use are passed over.
+
+    ``overrides`` are applied last and must name keys of :class:`ModelConfig` (``yarn`` excepted).
+
+    Raises:
+        ConfigError: a key is missing, has another type, or contradicts another.
+    """
+    if not isinstance(raw, dict):
+        raise ConfigError("config.json must hold one JSON object")
+    values = {name: raw[name] for name in _FIELDS if name in raw and name != "yarn"}
+    values |= _rope(raw)
+    if raw.get("model_type") == "deepseek_v3":
+        values |= {"index_n_heads": None, "index_head_dim": None, "index_topk": None}
+    for name, value in (overrides or {}).items():
+        if name not in _FIELDS or name == "yarn":
+            raise ConfigError(f"unknown config key {name!r}")
+        values[name] = value
+    missing = [n for n, f in _FIELDS.items() if n not in values and f.default is dataclasses.MISSING]
+    if missing:
+        raise ConfigError(f"config lacks {', '.join(missing)}")
+    config = ModelConfig(**{name: _typed(name, value) for name, value in values.items()})
+    _check(config, raw)
+    return config
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, object]:
+    """``rope_theta`` and YaRN from either spelling: flat keys with ``rope_scaling``, or ``rope_parameters``."""
+    block = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(block, dict):
+        raise ConfigError("rope_scaling must be an object")
+    out: dict[str, object] = {}
+    if "rope_theta" in block:
+        out["rope_theta"] = block["rope_theta"]
+    kind = block.get("rope_type", block.get("type", "default"))
+    if kind == "yarn":
+        try:
+            out["yarn"] = YarnConfig(**{k: v for k, v in block.items() if k in _YARN_FIELDS})
+        except TypeError as error:
+            raise ConfigError("rope_scaling of type yarn needs factor and original_max_position_embeddings") from error
+    elif kind != "default":
+        raise ConfigError(f"rope_scaling type {kind!r} is not supported (default, yarn)")
+    return out
+
+
+def _typed(name: str, value: object) -> object:
+    """The value in the field's type; an int may stand for a float, nothing else is converted."""
+    kind = str(_FIELDS[name].type)
+    if value is None and "None" in kind:
+        return value
+    wanted = kind.split(" | ")[0]
+    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value).__name__ != wanted:
+        raise ConfigError(f"{name} must be {wanted}, not {value!r}")
+    return value
+
+
+def _check(c: ModelConfig, raw: Mapping[str, Any]) -> None:
+    if c.model_type not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(f"model_type {c.model_type!r} is not supported ({', '.join(SUPPORTED_MODEL_TYPES)})")
+    if "quantization_config" in raw:
+        raise ConfigError("quantized checkpoints are not supported yet (quantization_config is set)")
+    _check_sizes(c)
+    _check_router(c)
+    _check_indexer(c)
+
+
+def _check_sizes(c: ModelConfig) -> None:
+    may_be_zero = {"first_k_dense_replace", "num_nextn_predict_layers", "lora_rank", "n_shared_experts"}
+    for name in _FIELDS:
+        value = getattr(c, name)
+        if isinstance(value, int) and not isinstance(value, bool) and value < (0 if name in may_be_zero else 1):
+            raise ConfigError(f"{name} must be {'0 or more' if name in may_be_zero else 'positive'}, not {value}")
+    if c.qk_rope_head_dim % 2:
+        raise ConfigError(f"qk_rope_head_dim must be even, not {c.qk_rope_head_dim}")
+
+
+def _check_router(c: ModelConfig) -> None:
+    if c.n_routed_experts % c.n_group:
+        raise ConfigError(f"n_group {c.n_group} does not divide n_routed_experts {c.n_routed_experts}")
+    per_group = c.n_routed_experts // c.n_group
+    if c.n_group > 1 and per_group < 2:
+        raise ConfigError("an expert group needs at least 2 experts: its score is the sum of its two best")
+    if c.topk_group > c.n_group:
+        raise ConfigError(f"topk_group {c.topk_group} is more than n_group {c.n_group}")
+    if c.num_experts_per_tok > c.topk_group * per_group:
+        raise ConfigError(
+            f"num_experts_per_tok {c.num_experts_per_tok} is more than the {c.topk_group * per_group} experts "
+            "of the kept groups"
+        )
+
+
+def _check_indexer(c: ModelConfig) -> None:
+    keys = {"index_n_heads": c.index_n_heads, "index_head_dim": c.index_head_dim, "index_topk": c.index_topk}
+    given = [name for name, value in keys.items() if value is not None]
+    if given and len(given) < len(keys):
+        raise ConfigError(f"an indexer needs {', '.join(keys)}; only {', '.join(given)} given")
+    if c.model_type == "deepseek_v32" and not given:
+        raise ConfigError("model_type deepseek_v32 needs index_n_heads, index_head_dim and index_topk")
+    if c.index_head_dim is not None and c.index_head_dim < c.qk_rope_head_dim:
+        raise ConfigError(f"index_head_dim {c.index_head_dim} is less than qk_rope_head_dim {c.qk_rope_head_dim}")
