@@ -1,0 +1,142 @@
+"""From a case to what every rank will do; impossible cases end here, before a process starts. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+
+from reference.config import ConfigError, ModelConfig, parse_config
+from spcheck.case import Case
+from spcheck.errors import UsageError
+from spcheck.phases import Phase, phases_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A case that can be run: its model's sizes, the scheme that must be active, and why."""
+
+    case: Case
+    config: ModelConfig
+    scheme: str
+    reason: str
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The forwards of the run, in order: one target step, then the draft steps."""
+        return phases_of(self.case.requests, self.case.mtp_steps, self.case.pad_to)
+
+    @property
+    def folder(self) -> Path | None:
+        """The checkpoint folder, or None where a preset gets random weights."""
+        return None if self.case.model in preset_names() else Path(self.case.model)
+
+
+def make_plan(case: Case) -> Plan:
+    """Checks the case against its model and resolves the scheme.
+
+    Raises:
+        UsageError: the case cannot exist; the message says why in one sentence.
+    """
+    config = load_model(case)
+    _check_rows(case, config)
+    _check_world(case, config)
+    scheme, reason = resolve_scheme(case, config)
+    return Plan(case, config, scheme, reason)
+
+
+def preset_names() -> list[str]:
+    """The models that come with spcheck."""
+    files = resources.files("spcheck").joinpath("presets").iterdir()
+    return sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json"))
+
+
+def load_model(case: Case) -> ModelConfig:
+    """The config of the case's preset or folder, overrides applied.
+
+    Raises:
+        UsageError: no such preset or folder, or a config that cannot be run.
+    """
+    try:
+        return parse_config(_raw_config(case.model), dict(case.overrides))
+    except ConfigError as error:
+        raise UsageError(f"{case.model}: {error}") from error
+
+
+def _raw_config(model: str) -> object:
+    if model in preset_names():
+        return json.loads(resources.files("spcheck").joinpath("presets", f"{model}.json").read_text(encoding="utf-8"))
+    folder = Path(model)
+    if not folder.is_dir():
+        raise UsageError(f"--model {model} is neither a preset ({', '.join(preset_names())}) nor a folder")
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--model {model} has no readable config.json: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{folder / 'config.json'} is not JSON: {error}") from error
+
+
+def resolve_scheme(case: Case, config: ModelConfig) -> tuple[str, str]:
+    """The dataflow that must be active, and the condition that decides it.
+
+    Expert parallelism is on and its backend supported in every case there is so far, so ``tp > 1`` decides.
+
+    Raises:
+        UsageError: ``--scheme full-sp`` where sequence parallelism is excluded, or a setting nothing runs yet.
+    """
+    excluded = _why_no_sp(case, config)
+    if case.scheme == "full-sp" and excluded:
+        raise UsageError(f"--scheme full-sp cannot be: {excluded}")
+    if config.pipeline_parallel_size > 1:
+        raise UsageError(f"pipeline_parallel_size {config.pipeline_parallel_size} is not supported yet")
+    if config.lora_rank:
+        raise UsageError(f"lora_rank {config.lora_rank} is not supported yet")
+    if case.scheme == "tp":
+        return "tp", "asked for with --scheme tp"
+    if excluded:
+        return "tp", excluded
+    return "full-sp", f"expert parallel on, tp {case.tp} > 1"
+
+
+def _why_no_sp(case: Case, config: ModelConfig) -> str | None:
+    if config.pipeline_parallel_size > 1:
+        return f"a pipeline stage would receive shards (pipeline_parallel_size {config.pipeline_parallel_size})"
+    if config.lora_rank:
+        return f"a LoRA adapter is chosen per row of the full batch (lora_rank {config.lora_rank})"
+    return None if case.tp > 1 else "sequence parallelism needs tp > 1, and tp is 1"
+
+
+def _check_rows(case: Case, config: ModelConfig) -> None:
+    if not case.requests:
+        raise UsageError("there is no request: give --tokens or --requests")
+    if bad := [n for n in case.requests if n < 1]:
+        raise UsageError(f"a request needs at least 1 token, not {bad[0]}")
+    total = sum(case.requests)
+    if case.pad_to is not None and case.pad_to < total:
+        raise UsageError(f"--pad-to {case.pad_to} is less than the {total} tokens of the step")
+    if case.mtp_steps < 0:
+        raise UsageError(f"--mtp-steps must be 0 or more, not {case.mtp_steps}")
+    if case.mtp_steps and not config.num_nextn_predict_layers:
+        raise UsageError(f"--mtp-steps {case.mtp_steps} needs an MTP layer and {case.model} has none")
+    longest = max(case.requests) + max(case.mtp_steps - 1, 0)
+    if longest > config.max_position_embeddings:
+        raise UsageError(f"{longest} positions are more than max_position_embeddings {config.max_position_embeddings}")
+    if bad := [i for i in case.aux_layers if not 0 <= i <= config.num_hidden_layers]:
+        raise UsageError(f"--aux-layers {bad[0]} is outside 0..{config.num_hidden_layers}")
+
+
+def _check_world(case: Case, config: ModelConfig) -> None:
+    if case.tp < 1:
+        raise UsageError(f"--tp must be 1 or more, not {case.tp}")
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "n_routed_experts": config.n_routed_experts,
+        "intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": config.moe_intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % case.tp:
+            raise UsageError(f"--tp {case.tp} does not divide {name} {size}")

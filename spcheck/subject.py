@@ -1,0 +1,74 @@
+"""What spcheck can run: the subject protocol as types. docs/subjects.md is the same in words."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from reference.checkpoint import TensorReader
+    from reference.config import ModelConfig
+    from spcheck.comm.interface import Communicator
+
+Tap = tuple[str, str, int, str, str]
+"""(module, "in" or "out", index, placement, kind): where a probe's value stands in a subject."""
+
+Chunk = tuple[int, int, "Tensor"]
+"""(request, start position, token ids [n] int64)."""
+
+
+class Engine(Protocol):
+    """One built model with its request state; also an ``nn.Module`` whose names are the checkpoint's."""
+
+    scheme: str
+
+    def start(self, lengths: Sequence[int]) -> None:
+        """Forgets all requests; request ``i`` will hold at most ``lengths[i]`` positions."""
+
+    def step(self, chunks: Sequence[Chunk]) -> None:
+        """One target forward over new tokens of some requests."""
+
+    def draft(self, requests: Sequence[int], step: int) -> None:
+        """One MTP forward for the requests of the last step."""
+
+    def state(self) -> Mapping[str, Mapping[int, Tensor]]:
+        """The caches: name -> request -> [positions held, width]."""
+
+    def named_modules(self) -> object:
+        """As of ``nn.Module``."""
+
+
+class Subject(Protocol):
+    """A module that builds an implementation and says where its probe points stand."""
+
+    BATCHING: str
+
+    def build(
+        self,
+        config: ModelConfig,
+        weights: TensorReader,
+        groups: Mapping[str, Communicator],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: str,
+        aux_layers: tuple[int, ...],
+        pad_to: int | None,
+        skip_padding: bool,
+    ) -> nn.Module:
+        """The engine, its weights loaded (:class:`Engine` is the rest of its type)."""
+
+    def taps(self, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> Mapping[str, Tap]:
+        """Probe name -> where to take it."""
+
+    def padding_inputs(self, config: ModelConfig) -> Sequence[tuple[str, str, int]]:
+        """(module, side, index) of every place where graph-padding rows enter."""
+
+
+def load_subject(name: str) -> Subject:
+    """Imports a subject by its dotted name."""
+    return cast(Subject, importlib.import_module(name))
