@@ -133,7 +133,8 @@ def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> 
     missing = [n for n, f in _FIELDS.items() if n not in values and f.default is dataclasses.MISSING]
     if missing:
         raise ConfigError(f"config lacks {', '.join(missing)}")
-    config = ModelConfig(**{name: _typed(name, value) for name, value in values.items()})
+    typed: dict[str, Any] = {name: _typed(name, value) for name, value in values.items()}
+    config = ModelConfig(**typed)
     _check(config, raw)
     return config
 
@@ -157,7 +158,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, object]:
     return out
 
 
-def _typed(name: str, value: object) -> object:
+def _typed(name: str, value: object) -> Any:
     """The value in the field's type; an int may stand for a float, nothing else is converted."""
     kind = str(_FIELDS[name].type)
     if value is None and "None" in kind:

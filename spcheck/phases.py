@@ -6,6 +6,7 @@ other, then graph padding up to ``padded``, then the rows a shard adds.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -67,3 +68,9 @@ def phases_of(requests: tuple[int, ...], mtp_steps: int, pad_to: int | None) -> 
             starts = tuple(n + step - 1 for n in requests)
             phases.append(Phase("draft", step, starts, ones, len(requests)))
     return tuple(phases)
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer a probe, cache or module name belongs to, or None outside the layers."""
+    match = re.match(r"model\.layers\.(\d+)(\.|$)", name)
+    return int(match[1]) if match else None

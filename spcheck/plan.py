@@ -11,7 +11,7 @@ from pathlib import Path
 from reference.config import ConfigError, ModelConfig, parse_config
 from spcheck.case import Case
 from spcheck.errors import UsageError
-from spcheck.phases import Phase, phases_of
+from spcheck.phases import Phase, layer_of, phases_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,20 @@ class Plan:
     def phases(self) -> tuple[Phase, ...]:
         """The forwards of the run, in order: one target step, then the draft steps."""
         return phases_of(self.case.requests, self.case.mtp_steps, self.case.pad_to)
+
+    def cache_phase(self, cache: str) -> Phase:
+        """The rows a cache must hold at the end: positions 0.. of each request, drafted ones too in an MTP layer."""
+        layer = layer_of(cache)
+        drafted = [j for j in range(self.case.mtp_steps) if self.mtp_layer(j) == layer]
+        counts = self.case.requests
+        if layer is not None and layer >= self.config.num_hidden_layers:
+            later = sum(1 for j in drafted if j > 0)
+            counts = tuple(n * (0 in drafted) + later for n in counts)
+        return Phase("cache", 0, (0,) * len(counts), counts, sum(counts))
+
+    def mtp_layer(self, step: int) -> int:
+        """The layer that draft step ``step`` uses: the MTP layers in turn."""
+        return self.config.num_hidden_layers + step % self.config.num_nextn_predict_layers
 
     @property
     def folder(self) -> Path | None:

@@ -48,7 +48,10 @@ def check_source(source: int, size: int) -> None:
 
 
 def check_group(name: str, ranks: Sequence[int], world_size: int) -> None:
-    """`ranks` are distinct ranks of the world, at least one, else CollectiveArgumentError."""
+    """`ranks` are ascending ranks of the world, at least one, else CollectiveArgumentError.
+
+    Ascending because torch.distributed sorts them, which would silently give the ranks other places in the group.
+    """
     inside = all(0 <= rank < world_size for rank in ranks)
-    if not ranks or not inside or len(set(ranks)) != len(ranks):
-        raise CollectiveArgumentError(f"group {name!r}: {list(ranks)} are not distinct ranks of {world_size}")
+    if not ranks or not inside or sorted(set(ranks)) != list(ranks):
+        raise CollectiveArgumentError(f"group {name!r}: {list(ranks)} are not ascending ranks of {world_size}")

@@ -64,10 +64,10 @@ class World(Protocol):
     size: int
 
     def group(self, name: str, ranks: Sequence[int]) -> Communicator | None:
-        """Make (or find again) the communicator of the world's `ranks`, in that order; None for a rank outside it.
+        """Make (or find again) the communicator of the world's `ranks`, ascending; None for a rank outside it.
 
         Every rank of the world calls this, with the same arguments and in the same order: torch.distributed cannot
-        make a group otherwise. Raises CollectiveArgumentError for ranks that repeat or lie outside the world.
+        make a group otherwise. Raises CollectiveArgumentError for ranks that do not ascend or lie outside the world.
         """
         ...
 

@@ -1,0 +1,213 @@
+"""The command line. No torch is imported here: the parent only starts processes and prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spcheck import __version__
+from spcheck.case import BACKENDS, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
+from spcheck.errors import SpcheckError, UsageError
+
+if TYPE_CHECKING:
+    from spcheck.plan import Plan
+    from spcheck.verdict import Comparison
+
+_INTERRUPTED = 130
+_INTERNAL = 70
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, message="spcheck %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Proves that a sequence-parallel model still computes what its reference computes."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """``5,1,11``: integers with commas; ``none`` is the empty list where that is the default."""
+    if value is None or (value.strip() in ("", "none") and parameter.default == "none"):
+        return None if value is None else ()
+    try:
+        return tuple(int(word) for word in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no list of whole numbers such as 5,1,11") from error
+
+
+def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    """``key=value`` each, the value as JSON, or as text where it is none."""
+    pairs = [value.partition("=") for value in values]
+    for (key, sign, _text), value in zip(pairs, values, strict=True):
+        if not sign or not key:
+            raise click.BadParameter(f"{value!r} is not key=value")
+    return tuple((key, _json_or_text(text)) for key, _sign, text in pairs)
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _skip_padding_default() -> bool:
+    """VLLM_MOE_SKIP_PADDING as engines read it: on unless it says 0."""
+    value = os.environ.get("VLLM_MOE_SKIP_PADDING", "1")
+    if value not in ("0", "1"):
+        raise UsageError(f"VLLM_MOE_SKIP_PADDING must be 0 or 1, not {value!r}")
+    return value == "1"
+
+
+@cli.command()
+@click.option("--tp", type=int, default=2, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--tokens", type=int, help="One request of this many new tokens.")
+@click.option("--requests", callback=_numbers, metavar="N,N,...", help="New tokens of each request, such as 5,1,11.")
+@click.option("--model", default="dsv32-tiny", show_default=True, help="A preset, or a checkpoint folder.")
+@click.option(
+    "--set",
+    "overrides",
+    callback=_settings,
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Overrides a config key; repeatable.",
+)
+@click.option("--numerics", type=click.Choice(NUMERICS), default="float64", show_default=True, help="Working type.")
+@click.option("--scheme", type=click.Choice(SCHEMES), default="auto", show_default=True, help="Candidate's dataflow.")
+@click.option("--require-scheme", type=click.Choice(SCHEMES[1:]), help="Exit 3 unless this scheme ran.")
+@click.option("--mtp-steps", type=int, default=1, show_default=True, help="Tokens to draft.")
+@click.option("--aux-layers", callback=_numbers, metavar="I,I,...", default="none", show_default=True,
+              help="Layers whose input is an auxiliary hidden state.")  # fmt: skip
+@click.option("--pad-to", type=int, help="Pads the step to a captured graph's row count.")
+@click.option("--skip-padding/--no-skip-padding", default=None,
+              help="Whether padded rows are routed; default from VLLM_MOE_SKIP_PADDING, else skipped.")  # fmt: skip
+@click.option("--padding-content", type=click.Choice(PADDING_CONTENTS), default="zero", show_default=True,
+              help="What padded rows hold.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True, help="Weights of a preset, tokens, padding.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="What joins the ranks.")
+@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds until a run counts as hung.")
+@click.option("--json", "json_target", help="Also writes the result as JSON: a file, or - for stdout.")
+def diff(tokens: int | None, requests: tuple[int, ...] | None, json_target: str | None, **options: Any) -> None:
+    """Runs the pair on one case and compares every layer.
+
+    \b
+    Example: spcheck diff --tp 2 --tokens 17
+    Exit codes: 0 equal or equivalent, 1 diverged, 2 usage, 3 inconclusive, 4 failed, 70 internal, 130 interrupted.
+    """
+    case = _case(tokens, requests, options)
+    target = _checked_target(json_target)
+    comparison = _compare(case)
+    _show(comparison, target)
+    sys.exit(comparison.verdict.exit_code)
+
+
+def _case(tokens: int | None, requests: tuple[int, ...] | None, options: dict[str, Any]) -> Case:
+    if tokens is not None and requests is not None:
+        raise UsageError("give --tokens or --requests, not both")
+    if tokens is None and requests is None:
+        raise UsageError("there is no request: give --tokens N or --requests N,N,...")
+    if options["skip_padding"] is None:
+        options["skip_padding"] = _skip_padding_default()
+    if options["timeout"] <= 0:
+        raise UsageError(f"--timeout must be positive, not {options['timeout']:g}")
+    return Case(requests=requests if requests is not None else (tokens or 0,), **options)
+
+
+def _checked_target(target: str | None) -> Path | str | None:
+    """The JSON target; a file that cannot be written is told before the run, not after it."""
+    if target is None or target == "-":
+        return target
+    path = Path(target)
+    if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise UsageError(f"--json {target} cannot be written")
+    return path
+
+
+def _compare(case: Case) -> Comparison:
+    from spcheck.launch.parent import run_case
+    from spcheck.plan import make_plan
+
+    plan: Plan = make_plan(case)
+    with _progress() as say:
+        log = run_case(case, say)
+    from spcheck.verdict import conclude
+
+    return conclude(plan, log.reports, log.environment, log.failure)
+
+
+class _progress:  # noqa: N801
+    """One line on stderr that is rewritten, on a terminal only."""
+
+    def __enter__(self) -> Callable[[str], None]:
+        self._shown = sys.stderr.isatty()
+        return self._say
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            click.echo("\r\033[K", err=True, nl=False)
+
+    def _say(self, text: str) -> None:
+        if self._shown:
+            click.echo(f"\r\033[K{text} ...", err=True, nl=False)
+
+
+def _show(comparison: Comparison, target: Path | str | None) -> None:
+    from spcheck.report.json import to_json
+    from spcheck.report.text import to_text
+
+    to_stderr = target == "-"
+    stream = sys.stderr if to_stderr else sys.stdout
+    width = max(80, shutil.get_terminal_size().columns)
+    click.echo(to_text(comparison, color=stream.isatty(), width=width), err=to_stderr, nl=False)
+    if target == "-":
+        click.echo(to_json(comparison), nl=False)
+    elif isinstance(target, Path):
+        _write(target, to_json(comparison))
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes beside the target, then renames: a reader never sees half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+def main() -> None:
+    """The console script: every ending has its exit code, and a traceback is never exit 1."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"spcheck: {_one_sentence(error.format_message())}", err=True)
+        sys.exit(error.exit_code)
+    except SpcheckError as error:
+        click.echo(f"spcheck: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("spcheck: interrupted", err=True)
+        sys.exit(_INTERRUPTED)
+    except Exception as error:
+        click.echo(f"spcheck: internal error: {type(error).__name__}: {error}", err=True)
+        sys.exit(_INTERNAL)
+
+
+def _one_sentence(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A communicator that writes down what is asked of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from spcheck.comm.interface import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """One call of a communicator's method, as one rank made it.
+
+    `order` counts this rank's calls in all groups that share the log; `kind` is the method's name. `shape`, `dtype`
+    (without "torch.") and `bytes` are the argument's: `()`, "" and 0 for a barrier. `module` is the innermost probed
+    module at the time, empty outside all of them.
+    """
+
+    order: int
+    kind: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    module: str
+
+
+class Recorded:
+    """`communicator`, with every call appended to `log` before it is made, so that a hung one is in it too."""
+
+    def __init__(self, communicator: Communicator, log: list[CollectiveRecord], module: Callable[[], str]) -> None:
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.group = communicator.group
+        self._communicator = communicator
+        self._log = log
+        self._module = module
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See Communicator."""
+        self._record("all_reduce", x)
+        return self._communicator.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See Communicator."""
+        self._record("all_gather", x)
+        return self._communicator.all_gather(x)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """See Communicator."""
+        self._record("reduce_scatter", x)
+        return self._communicator.reduce_scatter(x)
+
+    def all_gatherv(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See Communicator."""
+        self._record("all_gatherv", x)
+        return self._communicator.all_gatherv(x, sizes)
+
+    def reduce_scatterv(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """See Communicator."""
+        self._record("reduce_scatterv", x)
+        return self._communicator.reduce_scatterv(x, sizes)
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """See Communicator."""
+        self._record("all_to_all", x)
+        return self._communicator.all_to_all(x, send, receive)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See Communicator."""
+        self._record("broadcast", x)
+        return self._communicator.broadcast(x, source)
+
+    def barrier(self) -> None:
+        """See Communicator."""
+        self._append("barrier", (), "", 0)
+        self._communicator.barrier()
+
+    def _record(self, kind: str, x: Tensor) -> None:
+        self._append(kind, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.numel() * x.element_size())
+
+    def _append(self, kind: str, shape: tuple[int, ...], dtype: str, size: int) -> None:
+        self._log.append(CollectiveRecord(len(self._log), kind, self.group, shape, dtype, size, self._module()))

@@ -1,0 +1,35 @@
+"""Why a probe may be wrong, where its numbers tell. Every hint is a guess and ends with a question mark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spcheck.merge import ProbeResult
+from spcheck.phases import Phase
+
+
+def hints(result: ProbeResult, tp: int, phase: Phase | None) -> list[str]:
+    """Guesses at the cause, the most telling first."""
+    return list(_hints(result, tp, phase))
+
+
+def _hints(result: ProbeResult, tp: int, phase: Phase | None) -> Iterator[str]:
+    if result.note:
+        yield result.note
+    if result.replica is not None:
+        yield f"the replicas on rank 0 and rank {result.replica['rank']} differ"
+    if result.ratio is not None and tp > 1:
+        if abs(result.ratio - tp) < 0.05 * tp:
+            yield f"{result.ratio:.3g} x the reference: summed {tp} times?"
+        elif abs(result.ratio - 1 / tp) < 0.05 / tp:
+            yield f"{result.ratio:.3g} x the reference: not summed over the {tp} ranks?"
+        else:
+            yield f"{result.ratio:.3g} x the reference: scaled?"
+    if result.max_rel == float("inf"):
+        yield "not finite, or nothing where the reference is zero: a padded row that leaks?"
+    if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 0:
+        yield f"only on rank {result.ranks_over[0]}"
+    if phase is not None and result.rows_over == 1 and result.first is not None and phase.real > 1:
+        request, position = phase.row(phase.real - 1)
+        if (result.first["request"], result.first["position"]) == (request, position):
+            yield "only the last row: trimming or padding?"

@@ -1,0 +1,78 @@
+"""The process that imports torch once and holds the ranks. It speaks JSON lines with the parent.
+
+In: one request, ``{"case": ..., "folder": ...}``. Out: ``{"event": "ready", "environment": ...}``, then
+``{"event": "done", "reports": [...]}`` or ``{"event": "refused", "message": ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from spcheck.launch.lifetime import die_with_parent
+
+
+def main() -> None:
+    """Serves one request from stdin."""
+    die_with_parent()
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not enter the conversation
+    request = json.loads(sys.stdin.readline())
+    _serve(request, channel)
+
+
+def _serve(request: dict[str, Any], channel: TextIO) -> None:
+    # Imported late: the parent may still be busy, and a bad request needs no torch.
+    import torch
+
+    from reference.checkpoint import CheckpointError
+    from spcheck.case import Case
+    from spcheck.errors import UsageError
+    from spcheck.launch.ranks import run_processes, run_threads
+    from spcheck.plan import make_plan
+    from spcheck.worker.weights import check_weights
+
+    plan = make_plan(Case.from_json(request["case"]))
+    try:
+        backend = _backend(plan.case.backend, plan.case.tp, torch.cuda.device_count())
+        check_weights(plan)
+    except (UsageError, CheckpointError) as error:
+        _say(channel, {"event": "refused", "message": str(error)})
+        return
+    _say(channel, {"event": "ready", "environment": _environment(torch.__version__, backend)})
+    threads = backend == "loopback"
+    reports = run_threads(plan) if threads else run_processes(plan, backend, Path(request["folder"]))
+    _say(channel, {"event": "done", "reports": reports})
+
+
+def _backend(asked: str, ranks: int, gpus: int) -> str:
+    from spcheck.errors import UsageError
+
+    if asked == "nccl" and gpus < ranks:
+        raise UsageError(f"--backend nccl needs one GPU per rank: {ranks} ranks, {gpus} GPUs found")
+    if asked != "auto":
+        return asked
+    return "nccl" if gpus >= ranks else "gloo"
+
+
+def _environment(torch_version: str, backend: str) -> dict[str, Any]:
+    return {
+        "torch": torch_version,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "backend": backend,
+    }
+
+
+def _say(channel: TextIO, message: dict[str, Any]) -> None:
+    channel.write(json.dumps(message) + "\n")
+    channel.flush()
+
+
+if __name__ == "__main__":
+    main()

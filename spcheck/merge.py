@@ -1,0 +1,95 @@
+"""From one report per rank to one result per probe: plain data in, plain data out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+RankReport = dict[str, Any]
+
+
+@dataclass
+class ProbeResult:
+    """One probe in one forward, over all ranks that own rows of it.
+
+    ``worst`` and ``first`` say where: request, position, rank (and for ``worst`` the rank's own row and the channel).
+    ``ranks_over`` are the ranks with a row over the bound.
+    """
+
+    probe: str
+    phase: str
+    call: int
+    kind: str
+    rows: int = 0
+    unequal_rows: int = 0
+    rows_over: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    worst: dict[str, Any] | None = None
+    first: dict[str, Any] | None = None
+    ranks_over: list[int] = field(default_factory=list)
+    ratio: float | None = None
+    note: str = ""
+    unpaired: str | None = None
+    replica: dict[str, Any] | None = None
+    reference_replica: dict[str, Any] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether this probe's value is wrong: a row over the bound, or a replica that differs."""
+        return self.rows_over > 0 or self.replica is not None
+
+    @property
+    def bitwise_equal(self) -> bool:
+        """Whether every compared row was equal."""
+        return self.unequal_rows == 0
+
+
+def merge_probes(reports: Sequence[RankReport]) -> list[ProbeResult]:
+    """One result per (probe, phase, call), in execution order (the order of the rank that saw most)."""
+    results: dict[tuple[str, str, int], ProbeResult] = {}
+    for report in sorted(reports, key=lambda r: -len(r.get("probes", []))):
+        for row in report.get("probes", []):
+            key = row["probe"], row["phase"], row["call"]
+            result = results.setdefault(key, ProbeResult(row["probe"], row["phase"], row["call"], row["kind"]))
+            _add(result, row, report["rank"])
+    return list(results.values())
+
+
+def _add(result: ProbeResult, row: dict[str, Any], rank: int) -> None:
+    result.unpaired = result.unpaired or row.get("unpaired")
+    for name in ("replica", "reference_replica"):
+        if name in row:
+            setattr(result, name, row[name])
+    if "difference" in row:
+        _add_difference(result, row, rank)
+
+
+def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None:
+    d = row["difference"]
+    result.rows += d["rows"]
+    result.unequal_rows += d["unequal_rows"]
+    result.rows_over += d["rows_over"]
+    result.max_abs = max(result.max_abs, d["max_abs"])
+    if d["unequal_rows"] and d["max_rel"] >= result.max_rel:
+        result.max_rel = d["max_rel"]
+        result.worst = {
+            **row.get("worst", {"request": None, "position": None}),
+            "rank": rank,
+            "row": d["worst_row"],
+            "channel": d["worst_channel"],
+            "expected": d["worst_expected"],
+            "actual": d["worst_actual"],
+        }
+    if d["rows_over"]:
+        result.ranks_over = sorted({*result.ranks_over, rank})
+        result.note = result.note or d["note"]
+        result.ratio = d["ratio"]
+        first = {**row.get("first", {"request": None, "position": None}), "rank": rank}
+        result.first = min((f for f in (result.first, first) if f), key=_place)
+
+
+def _place(where: dict[str, Any]) -> tuple[int, int, int]:
+    missing = -1  # a misshapen value has no row: it comes first
+    return tuple(missing if where[k] is None else where[k] for k in ("request", "position", "rank"))  # type: ignore[return-value]

@@ -1,0 +1,60 @@
+"""A comparison as strict JSON: no NaN, no Infinity; numbers that are not finite are null."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from spcheck import __version__
+from spcheck.contracts.check import Checked
+from spcheck.judge import BOUNDS
+from spcheck.verdict import Comparison
+
+SCHEMA = "spcheck.diff/1"
+
+
+def to_json(comparison: Comparison) -> str:
+    """The whole result; a stored one can be judged again without a run."""
+    return json.dumps(_strict(_document(comparison)), indent=2, allow_nan=False) + "\n"
+
+
+def _document(c: Comparison) -> dict[str, Any]:
+    case = c.plan.case
+    return {
+        "schema": SCHEMA,
+        "spcheck": __version__,
+        "outcome": c.verdict.outcome,
+        "exit_code": c.verdict.exit_code,
+        "scheme": c.verdict.scheme,
+        "scheme_reason": c.verdict.reason,
+        "case": case.id,
+        "numerics": {"name": case.numerics, "bound": BOUNDS[case.numerics]},
+        "activations": {"compared": c.compared, "bitwise_equal": c.bitwise_equal},
+        "contracts": {
+            "rows": _contract(c.rows),
+            "collectives": _contract(c.collectives),
+            "work": _contract(c.work),
+        },
+        "first_divergence": c.verdict.first_divergence,
+        "findings": [asdict(f) for f in c.verdict.findings],
+        "probes": [asdict(r) for r in c.results],
+        "environment": c.environment,
+    }
+
+
+def _contract(checked: Checked) -> dict[str, Any]:
+    return {
+        "held": not checked.breaches,
+        "checked": checked.checked,
+        "breaches": [asdict(breach) for breach in checked.breaches],
+    }
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,173 @@
+"""A comparison as a page of text: one line per layer, then contracts, findings and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from spcheck.contracts.check import Checked
+from spcheck.judge import BOUNDS
+from spcheck.merge import ProbeResult
+from spcheck.phases import layer_of
+from spcheck.plan import Plan
+from spcheck.verdict import Comparison, place
+
+_STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
+_MAX_FINDINGS = 12
+
+
+def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> str:
+    """The report. Meaning never hangs on colour: every line says its state in a word."""
+    console = Console(width=width, force_terminal=color, no_color=not color, highlight=False, soft_wrap=True)
+    with console.capture() as capture:
+        for line in _head(comparison):
+            console.print(line)
+        if comparison.results:
+            console.print(_table(comparison))
+        for line in [*_contracts(comparison), *_findings(comparison), *_verdict(comparison)]:
+            console.print(line)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def verdict_line(comparison: Comparison) -> str:
+    """``EQUIVALENT, scheme full-sp: ...`` in one line, without markup."""
+    v = comparison.verdict
+    exercised = "" if v.scheme == "full-sp" else ": SP not exercised"
+    return f"{v.outcome}, scheme {v.scheme}{exercised}"
+
+
+def _head(c: Comparison) -> Iterable[str]:
+    case = c.plan.case
+    requests = ",".join(map(str, case.requests))
+    backend = c.environment.get("backend", case.backend)
+    yield escape(
+        f"{case.model}  tp {case.tp}  tokens {requests}  {case.numerics}  mtp steps {case.mtp_steps}  {backend}"
+    )
+    yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
+    yield ""
+
+
+def _table(c: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("probes", justify="right")
+    table.add_column("bitwise", justify="right")
+    table.add_column("worst", justify="right", no_wrap=True)
+    table.add_column("")
+    table.add_column("worst at", no_wrap=True, overflow="ellipsis")
+    for name, results in _groups(c):
+        table.add_row(name, *_cells(results))
+    return table
+
+
+def _groups(c: Comparison) -> list[tuple[str, list[ProbeResult]]]:
+    groups: dict[str, list[ProbeResult]] = {}
+    for result in c.results:
+        groups.setdefault(_line_of(result, c.plan), []).append(result)
+    order = sorted(groups, key=_line_order)
+    return [(name, groups[name]) for name in order]
+
+
+def _line_of(result: ProbeResult, plan: Plan) -> str:
+    layer = layer_of(result.probe)
+    if result.phase == "cache":
+        return "caches"
+    if result.phase == "draft":
+        return f"draft step {result.call} (layer {layer})"
+    if layer is None:
+        return "embedding" if result.probe.startswith("model.embed_tokens") else "norm, aux, logits"
+    return f"layer {layer} {'moe' if plan.config.is_moe_layer(layer) else 'dense'}"
+
+
+def _line_order(name: str) -> tuple[int, int]:
+    kinds = ["embedding", "layer", "norm,", "draft", "caches"]
+    number = next((int(w) for w in name.replace(")", "").split() if w.isdigit()), 0)
+    return kinds.index(name.split()[0]), number
+
+
+def _cells(results: list[ProbeResult]) -> list[str]:
+    seen = [r for r in results if r.rows]
+    equal = sum(r.bitwise_equal for r in seen)
+    worst = max(seen, key=lambda r: r.max_rel, default=None)
+    first = next((r for r in results if r.over), None)
+    state = "[red]DIFFERS[/]" if first else "ok" if seen else "nothing compared"
+    shown = first or (worst if worst and worst.max_rel else None)
+    at = f"{_short(shown.probe)}, {_brief(shown)}" if shown else ""
+    size = f"{shown.max_rel:.1e}" if shown and shown.kind not in ("set", "token") else "-" if shown else "0"
+    return [str(len(seen)), str(equal), size, state, escape(at)]
+
+
+def _short(probe: str) -> str:
+    """The probe without its layer's name; the line says that already."""
+    return probe.split(".", 3)[3] if layer_of(probe) is not None else probe.removeprefix("model.")
+
+
+def _brief(result: ProbeResult) -> str:
+    where = result.first or result.worst or result.replica
+    if where is None or where.get("request") is None:
+        return ""
+    return f"r{where['request']} t{where['position']}"
+
+
+def _contracts(c: Comparison) -> Iterable[str]:
+    yield ""
+    tp = c.plan.case.tp
+    for name, unit, checked in (
+        ("rows", "row counts", c.rows),
+        ("collectives", "collectives", c.collectives),
+        ("expert work", "experts", c.work),
+    ):
+        yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {tp} rank{'s' if tp > 1 else ''}"
+
+
+def _state(checked: Checked) -> str:
+    if checked.breaches:
+        return "[red]BROKEN[/]"
+    return "kept  " if checked.checked else "-     "
+
+
+def _findings(c: Comparison) -> Iterable[str]:
+    findings = c.verdict.findings
+    if findings:
+        yield ""
+    for finding in findings[:_MAX_FINDINGS]:
+        yield f"[{_STYLES[finding.outcome]}]{finding.kind}[/]  {escape(finding.message)}"
+    if len(findings) > _MAX_FINDINGS:
+        yield f"... and {len(findings) - _MAX_FINDINGS} more (all are in --json)"
+
+
+def _verdict(c: Comparison) -> Iterable[str]:
+    v = c.verdict
+    yield ""
+    if v.first_divergence is not None:
+        yield f"first divergence  {escape(v.first_divergence['probe'])}, {_where(v.first_divergence)}"
+        if before := _last_equal(c):
+            yield f"equal until       {escape(before)}"
+    elif v.outcome == "EQUIVALENT":
+        yield f"largest difference  {escape(_largest(c))}"
+    yield f"repeat  {escape(c.plan.case.id)}"
+    counts = f"{c.bitwise_equal} of {c.compared} probes bitwise equal"
+    yield f"[bold {_STYLES[v.outcome]}]{escape(verdict_line(c))}[/]  {counts}"
+
+
+def _largest(c: Comparison) -> str:
+    worst = max(c.results, key=lambda r: r.max_rel)
+    w = worst.worst or {}
+    size = f"{worst.max_rel:.1e} (bound {BOUNDS[c.plan.case.numerics]:.0e})"
+    return f"{size} in {worst.probe}, {place(w)}, its row {w.get('row')}, channel {w.get('channel')}"
+
+
+def _where(at: dict[str, object]) -> str:
+    return place(at) if at["request"] is not None else f"call {at['call']}"
+
+
+def _last_equal(c: Comparison) -> str | None:
+    """The probe that ran just before the first divergence, equal or within its bound: "equal in, unequal out"."""
+    at = c.verdict.first_divergence or {}
+    names = [(r.probe, r.call) for r in c.results]
+    here = (at["probe"], at["call"])
+    index = names.index(here) if here in names else 0
+    return names[index - 1][0] if index else None

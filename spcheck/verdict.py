@@ -1,0 +1,170 @@
+"""From merged results and contracts to findings, the first divergence and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spcheck.contracts.check import Breach, Checked, check_collectives, check_rows, check_work
+from spcheck.contracts.rows import phases_of_probe
+from spcheck.diagnose import hints
+from spcheck.judge import BOUNDS, Finding, Verdict, outcome_of
+from spcheck.merge import ProbeResult, RankReport, merge_probes
+from spcheck.plan import Plan
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything a finished or broken run gave: numbers, contracts, and the verdict on them."""
+
+    plan: Plan
+    results: list[ProbeResult]
+    rows: Checked
+    collectives: Checked
+    work: Checked
+    verdict: Verdict
+    environment: dict[str, Any]
+
+    @property
+    def compared(self) -> int:
+        """Probe and call pairs with at least one real row compared."""
+        return sum(1 for r in self.results if r.rows)
+
+    @property
+    def bitwise_equal(self) -> int:
+        """Those of them that are equal in every element."""
+        return sum(1 for r in self.results if r.rows and r.bitwise_equal)
+
+
+def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, Any], failure: str | None) -> Comparison:
+    """Judges a run. ``failure`` is the sentence of a run that did not come to its end."""
+    results = merge_probes(reports)
+    rows = check_rows(plan, reports)
+    collectives = check_collectives(plan, reports)
+    work = check_work(plan, reports) if failure is None else Checked(0, ())
+    first = _first_over(results)
+    findings = [Finding("failed", "FAILED", failure)] if failure else []
+    findings += _value_findings(plan, results, first)
+    findings += _pairing_findings(plan, results, reports) if failure is None else []
+    findings += [_breach_finding(b) for c in (rows, collectives, work) for b in c.breaches]
+    findings += _scheme_findings(plan, reports)
+    compared = [r for r in results if r.rows]
+    equal = sum(1 for r in compared if r.bitwise_equal)
+    verdict = Verdict(
+        outcome=outcome_of(len(compared), equal, findings),
+        scheme=plan.scheme,
+        reason=plan.reason,
+        findings=tuple(findings),
+        first_divergence=_first_divergence(results, first, findings),
+    )
+    return Comparison(plan, results, rows, collectives, work, verdict, environment)
+
+
+def sentence(result: ProbeResult, plan: Plan) -> str:
+    """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
+    phase = next((p for p in plan.phases if (p.kind, p.call) == (result.phase, result.call)), None)
+    why = "; ".join(hints(result, plan.case.tp, phase))
+    return f"{label(result)}: {_size(result, plan)}{f'; {why}' if why else ''}"
+
+
+def label(result: ProbeResult) -> str:
+    """The probe's name, with the draft step where there is more than one forward."""
+    return f"{result.probe} (draft step {result.call})" if result.phase == "draft" else result.probe
+
+
+def _size(result: ProbeResult, plan: Plan) -> str:
+    where = place(result.first or result.replica)
+    if result.kind in ("set", "token"):
+        return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}"
+    if not result.rows_over:
+        return f"the ranks hold different values, first at {where}"
+    bound = BOUNDS[plan.case.numerics]
+    rows = f"{result.rows_over} of {result.rows} rows"
+    size = f"{result.max_rel:.1e} over bound {bound:.1e} on {rows}, first at {where}"
+    w = result.worst or {}
+    if w.get("channel") is None:
+        return size
+    values = f"{w['actual']:.6g} for {w['expected']:.6g}"
+    return f"{size}; largest at {place(w)}, its row {w['row']}, channel {w['channel']}: {values}"
+
+
+def place(where: dict[str, Any] | None) -> str:
+    """``request 0 token 9, rank 1``."""
+    if where is None or where.get("request") is None:
+        return "no single row" if where is None else f"rank {where['rank']}"
+    return f"request {where['request']} token {where['position']}, rank {where['rank']}"
+
+
+def _first_over(results: Sequence[ProbeResult]) -> ProbeResult | None:
+    """The first probe in execution order whose value is wrong: all that ran before it agreed."""
+    return next((r for r in results if r.over), None)
+
+
+def _value_findings(plan: Plan, results: Sequence[ProbeResult], first: ProbeResult | None) -> list[Finding]:
+    findings = []
+    for r in results:
+        if r.reference_replica is not None:
+            message = f"{label(r)}: the reference differs from itself, first at {place(r.reference_replica)}"
+            findings.append(Finding("reference", "INCONCLUSIVE", message, _at(r, r.reference_replica)))
+    if first is None:
+        return findings
+    choice = first.kind in ("set", "token")
+    # A rounding difference flips a near tie in low precision; all that follows a flip differs for that reason alone.
+    low = plan.case.numerics != "float64"
+    outcome = "INCONCLUSIVE" if choice and low else "DIVERGED"
+    later = sum(1 for r in results if r.over) - 1
+    more = f" ({later} later probes differ too)" if later else ""
+    kind = "choice" if choice else "value"
+    return [*findings, Finding(kind, outcome, sentence(first, plan) + more, _at(first, first.first))]
+
+
+def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:
+    findings = []
+    for r in results:
+        if r.unpaired:
+            message = f"{label(r)} was seen in the {r.unpaired} only"
+            findings.append(Finding("unpaired", "DIVERGED", message, _at(r, None)))
+    silent = {(side, probe) for r in reports for side in ("reference", "candidate") for probe in r[side]["silent"]}
+    for side, probe in sorted(s for s in silent if phases_of_probe(s[1], plan)):
+        findings.append(Finding("silent", "DIVERGED", f"{probe}: declared by the {side}, and never fired"))
+    return findings
+
+
+def _breach_finding(breach: Breach) -> Finding:
+    # A reference that breaks its own contract proves nothing about the candidate.
+    outcome = "DIVERGED" if breach.subject == "candidate" else "INCONCLUSIVE"
+    at = None
+    if breach.probe is not None:
+        at = {"probe": breach.probe, "call": breach.call, "request": None, "position": None, "rank": breach.rank}
+    prefix = "" if breach.subject == "candidate" else "reference: "
+    return Finding(breach.rule, outcome, prefix + breach.message, at)
+
+
+def _scheme_findings(plan: Plan, reports: Sequence[RankReport]) -> list[Finding]:
+    active = {r["candidate"]["scheme"] for r in reports if "scheme" in r.get("candidate", {})}
+    findings = []
+    if wrong := active - {plan.scheme}:
+        active_names = ", ".join(sorted(wrong))
+        message = f"scheme {active_names} is active in the candidate, {plan.scheme} expected ({plan.reason})"
+        findings.append(Finding("scheme", "DIVERGED", message))
+    required = plan.case.require_scheme
+    if required and required != plan.scheme:
+        message = f"scheme {required} is required and {plan.scheme} ran: {plan.reason}"
+        findings.append(Finding("scheme", "INCONCLUSIVE", message))
+    return findings
+
+
+def _first_divergence(
+    results: Sequence[ProbeResult], first: ProbeResult | None, findings: Sequence[Finding]
+) -> dict[str, Any] | None:
+    """The earliest probe with a wrong value or a wrong row count, in execution order."""
+    order = {(r.probe, r.call): i for i, r in reversed(list(enumerate(results)))}
+    places = [_at(first, first.first or first.replica)] if first else []
+    places += [f.at for f in findings if f.kind in ("rows", "work", "unpaired") and f.outcome == "DIVERGED" and f.at]
+    return min(places, key=lambda at: order.get((at["probe"], at["call"]), len(order)), default=None)
+
+
+def _at(result: ProbeResult, where: dict[str, Any] | None) -> dict[str, Any]:
+    found = where or {"request": None, "position": None, "rank": None}
+    return {"probe": result.probe, "call": result.call, **{k: found[k] for k in ("request", "position", "rank")}}

@@ -1,0 +1,1 @@
+"""What runs on every rank: build the pair, probe, align, measure."""

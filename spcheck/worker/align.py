@@ -1,0 +1,131 @@
+"""From local pieces to the rows a rank owns: replicas are checked, shards joined, partial sums summed.
+
+One packed exchange on the tool's own group after a forward; its sums run in rank order in the pieces' own type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spcheck.comm.interface import World
+from spcheck.phases import Phase
+from spcheck.subject import Tap
+from spcheck.worker.capture import Piece
+from spcheck.worker.measure import row_digests
+
+_FILL = {"scores": -math.inf, "set": -1}
+
+
+@dataclass
+class Aligned:
+    """The complete values of one forward on the rank that owns them.
+
+    ``values[probe]`` is [owned real rows, ...]; ``replica_faults[probe]`` is (rank, packed row) of the first replica
+    that differs from rank 0's (seen on rank 0 only); ``order`` is the order in which probes fired here.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    replica_faults: dict[str, tuple[int, int]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+
+def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World) -> Aligned:
+    """Completes what one forward of all requests left on the ranks; every rank of the world takes part.
+
+    Several firings of a probe (request by request) are joined in order. ``"work"`` counts are not values and stay out.
+    """
+    local = _joined(pieces, taps)
+    outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
+    for probe, value in local.items():
+        _post(outgoing, probe, value, taps[probe], phase)
+    incoming = world.swap(outgoing)
+    aligned = Aligned(order=list(local))
+    for probe, value in local.items():
+        _, _, _, placement, kind = taps[probe]
+        if kind != "token" and placement in ("Shard(1)", "Partial"):
+            parts = [box.get(probe) for box in incoming]
+            aligned.values[probe] = _completed(parts, placement).to(value.device)
+        else:
+            aligned.values[probe] = value[_own_slice(kind, placement, phase, world.rank, world.size)]
+        if fault := _replica_fault([box.get(_digest_key(probe)) for box in incoming]):
+            aligned.replica_faults[probe] = fault
+    return aligned
+
+
+def owned_rows(kind: str, phase: Phase, rank: int, tp: int) -> list[tuple[int, int]]:
+    """(request, position) of each row that :func:`align` gives this rank for a probe of this kind."""
+    if kind == "token":
+        return [phase.last_row(r) for r in range(len(phase.counts))] if rank == 0 else []
+    return [phase.row(i) for i in phase.owned(rank, tp)]
+
+
+def _joined(pieces: Sequence[Piece], taps: Mapping[str, Tap]) -> dict[str, Tensor]:
+    firings: dict[str, list[Tensor]] = {}
+    for piece in pieces:
+        if taps[piece.probe][4] != "work":
+            firings.setdefault(piece.probe, []).append(piece.value)
+    return {probe: _cat(values, taps[probe][4]) for probe, values in firings.items()}
+
+
+def _cat(values: list[Tensor], kind: str) -> Tensor:
+    if kind in _FILL:
+        width = max(v.shape[1] for v in values)
+        values = [F.pad(v, (0, width - v.shape[1]), value=_FILL[kind]) for v in values]
+    joined = values[0] if len(values) == 1 else torch.cat(values)
+    return joined.reshape(joined.shape[0], -1)
+
+
+def _post(outgoing: list[dict[str, Tensor]], probe: str, value: Tensor, tap: Tap, phase: Phase) -> None:
+    _, _, _, placement, kind = tap
+    size = len(outgoing)
+    if placement == "Replicate":
+        if size > 1:
+            rows = len(phase.counts) if kind == "token" else phase.real
+            outgoing[0][_digest_key(probe)] = row_digests(value[:rows])
+    elif placement in ("Shard(1)", "Partial"):
+        for rank in range(size):
+            mine = phase.owned(rank, size)
+            outgoing[rank][probe] = value[mine.start : mine.stop].contiguous()
+
+
+def _own_slice(kind: str, placement: str, phase: Phase, rank: int, tp: int) -> slice:
+    if kind == "token":
+        return slice(0, len(phase.counts) if rank == 0 else 0)
+    mine = phase.owned(rank, tp)
+    return slice(0, len(mine)) if placement == "Shard(0)" else slice(mine.start, mine.stop)
+
+
+def _completed(parts: list[Tensor | None], placement: str) -> Tensor:
+    present = [part for part in parts if part is not None]
+    # A subject whose ranks disagree on the rows broke the token-count contract, and that is reported as such.
+    rows = min(len(part) for part in present)
+    present = [part[:rows] for part in present]
+    if placement == "Shard(1)":
+        return torch.cat(present, dim=1)
+    total = present[0]
+    for part in present[1:]:
+        total = total + part
+    return total
+
+
+def _replica_fault(digests: list[Tensor | None]) -> tuple[int, int] | None:
+    base = digests[0]
+    if base is None:
+        return None
+    for rank, other in enumerate(digests[1:], start=1):
+        if other is None or other.shape != base.shape:
+            return rank, 0
+        differs = (other != base).nonzero()
+        if len(differs):
+            return rank, int(differs[0])
+    return None
+
+
+def _digest_key(probe: str) -> str:
+    return f"{probe}#digest"

@@ -1,0 +1,27 @@
+"""The case's weights: a checkpoint folder's, or random ones by seed for a preset."""
+
+from __future__ import annotations
+
+from reference.checkpoint import Checkpoint, RandomWeights, TensorReader, check_tensors
+from spcheck.plan import Plan
+
+
+def open_weights(plan: Plan) -> TensorReader:
+    """A reader of the published tensor names, in the stored type.
+
+    Raises:
+        reference.checkpoint.CheckpointError: the folder's files cannot be read.
+    """
+    if plan.folder is not None:
+        return Checkpoint(plan.folder)
+    return RandomWeights(plan.config, plan.case.seed)
+
+
+def check_weights(plan: Plan) -> None:
+    """Reads the names and shapes in a folder's headers, before any rank starts.
+
+    Raises:
+        reference.checkpoint.CheckpointError: a tensor is missing, misshapen or unknown.
+    """
+    if plan.folder is not None:
+        check_tensors(plan.config, Checkpoint(plan.folder))
