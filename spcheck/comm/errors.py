@@ -9,7 +9,6 @@ CommunicatorError          a spcheck.errors.RunFailed
 `- WorldFailed              what the ranks' run as a whole came to, with one outcome per rank
 """
 
-# ruff: noqa: N818 - these are named after what happened, as in spcheck.errors
 from dataclasses import dataclass
 
 from spcheck.errors import RunFailed
