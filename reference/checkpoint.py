@@ -1,0 +1,227 @@
+"""Weights by their published names: from safetensors files, or random. The raw tensor reader both subjects use.
+
+Only safetensors is read; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from reference.config import ModelConfig
+from reference.layout import Shape, optional_copies, tensor_shapes
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError):
+    """Weights that cannot be used; the message is one sentence that names the file or tensor."""
+
+
+class TensorReader(Protocol):
+    """Where a model's weights come from."""
+
+    def names(self) -> Collection[str]:
+        """The tensors there are."""
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape, without reading it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in its stored type; the caller does not write into it."""
+
+
+class Checkpoint:
+    """``model.safetensors``, or the shards of ``model.safetensors.index.json``, read tensor by tensor.
+
+    Raises:
+        CheckpointError: no weights file, a file cut short, an index that points outside the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, _File] = {}
+        if (folder / INDEX).is_file():
+            self._file_of = _read_index(folder / INDEX)
+            self._files = {file: _open(folder / file) for file in sorted(set(self._file_of.values()))}
+        elif (folder / SINGLE).is_file():
+            self._files = {SINGLE: _open(folder / SINGLE)}
+            self._file_of = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
+        else:
+            raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+
+    def names(self) -> Collection[str]:
+        """The tensors there are."""
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape, from its file's header."""
+        try:
+            return tuple(self._holder(name).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise self._unreadable(name) from error
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor in its stored type."""
+        try:
+            return self._holder(name).get_tensor(name)
+        except SafetensorError as error:
+            raise self._unreadable(name) from error
+
+    def _holder(self, name: str) -> _File:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self._folder} has no tensor {name}")
+        return self._files[self._file_of[name]]
+
+    def _unreadable(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self._folder / self._file_of[name]} does not hold the tensor {name}")
+
+
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+
+class _File(Protocol):
+    """The part of safetensors' own class used here, which has no types."""
+
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> _Slice: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def _open(path: Path) -> _File:
+    try:
+        return cast(_File, safe_open(path, framework="pt"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is named by the index but does not exist") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> file name."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    file_of = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(file_of, dict) or not file_of:
+        raise CheckpointError(f"{path} has no weight_map")
+    for file in file_of.values():
+        # By name, not by resolved path: a download cache keeps its files as links to somewhere else.
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+            raise CheckpointError(f"{path} points outside its folder: {file!r}")
+    return file_of
+
+
+class RandomWeights:
+    """Weights of any config by seed, with a spread that makes every part of the model matter.
+
+    Every tensor has a generator of its own, so the order of reading does not matter. All values are
+    representable in bfloat16, which is the stored type. Tensors are kept once they are made.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self._shapes = tensor_shapes(config)
+        self._copies = optional_copies(config)
+        self._seed = seed
+        self._made: dict[str, Tensor] = {}
+
+    def names(self) -> Collection[str]:
+        """Every tensor of the config's layout."""
+        return self._shapes.keys()
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape."""
+        if name not in self._shapes:
+            raise CheckpointError(f"the config has no tensor {name}")
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, bfloat16; made at its first use."""
+        name = self._copies.get(name, name)
+        if name not in self._made:
+            r = torch.randn(self.shape(name), generator=_generator(self._seed, name))
+            self._made[name] = _spread(name, r).to(torch.bfloat16)
+        return self._made[name]
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+def _spread(name: str, r: Tensor) -> Tensor:
+    """Standard normal ``r`` scaled for the part that tensor ``name`` plays."""
+    if name.endswith("e_score_correction_bias"):
+        return 0.1 * r
+    if name.endswith(".bias"):
+        return 0.2 * r
+    if r.ndim == 1:
+        return 1 + 0.2 * r
+    if name.endswith("embed_tokens.weight"):
+        return r
+    return r * (1.3 / math.sqrt(r.shape[-1]))
+
+
+def write_checkpoint(folder: Path, config_json: Mapping[str, object], reader: TensorReader, shards: int = 1) -> None:
+    """Writes ``config.json`` and the reader's tensors in the published layout, with an index if ``shards`` > 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
+    names = sorted(reader.names())
+    if shards == 1:
+        _save(folder / SINGLE, names, reader)
+        return
+    file_of = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)}
+    for file in sorted(set(file_of.values())):
+        _save(folder / file, [name for name in names if file_of[name] == file], reader)
+    size = sum(t.numel() * t.element_size() for t in map(reader.tensor, names))
+    index = {"metadata": {"total_size": size}, "weight_map": file_of}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _save(path: Path, names: list[str], reader: TensorReader) -> None:
+    # A clone each: the writer refuses tensors that share memory, as the optional copies may.
+    save_file({name: reader.tensor(name).clone() for name in names}, path, metadata={"format": "pt"})
+
+
+def check_tensors(config: ModelConfig, reader: TensorReader) -> None:
+    """Compares the reader's tensors with the config's layout.
+
+    The optional copies may be missing. Stored rotary frequencies are passed over, and so are the layers behind
+    the last main one if the config has no MTP layer.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or belongs to no part of the model.
+    """
+    expected, present = tensor_shapes(config), set(reader.names())
+    missing = sorted(expected.keys() - optional_copies(config).keys() - present)
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
+    surplus = sorted(name for name in present - expected.keys() if not _passed_over(config, name))
+    if surplus:
+        raise CheckpointError(f"the config has no place for {_some(surplus)}")
+    for name in sorted(expected.keys() & present):
+        if reader.shape(name) != expected[name]:
+            raise CheckpointError(f"{name} has shape {reader.shape(name)}, but the config says {expected[name]}")
+
+
+def _some(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+
+
+def _passed_over(config: ModelConfig, name: str) -> bool:
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    beyond = layer is not None and int(layer[1]) >= config.num_hidden_layers
+    return name.endswith("rotary_emb.inv_freq") or (beyond and config.num_nextn_predict_layers == 0)

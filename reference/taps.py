@@ -1,0 +1,93 @@
+"""Where each probe of docs/subjects.md stands in this implementation. No torch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from reference.config import ModelConfig
+
+Tap = tuple[str, str, int, str, str]
+"""(module, "in" or "out", index, placement, kind)."""
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def all_taps(config: ModelConfig, aux_layers: Sequence[int]) -> dict[str, Tap]:
+    """Probe name -> tap."""
+    taps = dict(_ends(aux_layers))
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        taps |= {f"{prefix}.{probe}": (f"{prefix}.{tap[0]}", *tap[1:]) for probe, tap in _layer(config, layer)}
+        if layer in config.mtp_layers:
+            taps[f"{prefix}.out"] = _out(prefix)
+    return taps
+
+
+def _out(module: str, placement: str = "Replicate", kind: str = "value") -> Tap:
+    return module, "out", 0, placement, kind
+
+
+def _in(module: str, placement: str = "Replicate", kind: str = "value") -> Tap:
+    return module, "in", 0, placement, kind
+
+
+def _ends(aux_layers: Sequence[int]) -> Iterator[tuple[str, Tap]]:
+    yield "model.embed_tokens.out", _out("model.embed_tokens")
+    yield "model.norm.in", _in("model.norm")
+    yield "model.norm.out", _out("model.norm")
+    yield "model.out", _out("model")
+    for place, layer in enumerate(aux_layers):
+        yield f"model.aux.{layer}", ("model", "out", 1 + place, "Replicate", "value")
+    yield "lm_head.out", _out("lm_head")
+    yield "sampler.out", _out("sampler", kind="token")
+
+
+def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Tap]]:
+    """The probes of one layer, names and modules relative to it."""
+    if layer in config.mtp_layers:
+        yield from _mtp()
+    for norm in NORMS:
+        yield f"{norm}.in", _in(norm)
+        yield f"{norm}.out", _out(norm)
+    yield from _attention()
+    if config.has_indexer:
+        yield from _indexer()
+    yield from _moe(f"model.layers.{layer}") if config.is_moe_layer(layer) else _dense()
+    yield "mlp.out", _out("mlp")
+
+
+def _attention() -> Iterator[tuple[str, Tap]]:
+    for module in ("q_a_layernorm", "kv_a_layernorm", "k_rope"):
+        yield f"self_attn.{module}.out", _out(f"self_attn.{module}")
+    yield "self_attn.q_rope.out", _out("self_attn.q_rope", "Shard(1)")
+    yield "self_attn.o_proj.in", _in("self_attn.o_proj", "Shard(1)")
+    yield "self_attn.out", _out("self_attn")
+
+
+def _indexer() -> Iterator[tuple[str, Tap]]:
+    for module in ("q_rope", "k_rope", "head_weights"):
+        yield f"self_attn.indexer.{module}.out", _out(f"self_attn.indexer.{module}")
+    yield "self_attn.indexer.choose.in", _in("self_attn.indexer.choose", kind="scores")
+    yield "self_attn.indexer.choose.out", _out("self_attn.indexer.choose", kind="set")
+
+
+def _dense() -> Iterator[tuple[str, Tap]]:
+    yield "mlp.act_fn.out", _out("mlp.act_fn", "Shard(1)")
+
+
+def _moe(prefix: str) -> Iterator[tuple[str, Tap]]:
+    yield "mlp.gate.score.out", _out("mlp.gate.score")
+    yield "mlp.gate.choose.out", _out("mlp.gate.choose", kind="set")
+    yield "mlp.gate.weigh.out", _out("mlp.gate.weigh", kind=f"by:{prefix}.mlp.gate.choose.out")
+    yield "mlp.experts.out", _out("mlp.experts", "Partial")
+    yield "mlp.shared_experts.out", _out("mlp.shared_experts", "Partial")
+
+
+def _mtp() -> Iterator[tuple[str, Tap]]:
+    yield "embed_tokens.out", _out("embed_tokens")
+    for module in ("eh_proj", "shared_head.norm"):
+        yield f"{module}.in", _in(module)
+        yield f"{module}.out", _out(module)
+    yield "shared_head.head.out", _out("shared_head.head")
+    yield "shared_head.sampler.out", _out("shared_head.sampler", kind="token")
