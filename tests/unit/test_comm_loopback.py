@@ -105,6 +105,17 @@ def test_a_deadlock_over_three_groups_lists_who_waits_for_what():
         assert f"rank {rank} waits for all_reduce(float32[4, 2]) in group 'pair {rank}'" in str(failure)
 
 
+def test_a_deadlock_is_seen_when_the_last_rank_outside_it_returns():
+    def main(world, tp):
+        pairs = [world.group(f"pair {i}", sorted((i, (i + 1) % 3))) for i in range(3)]
+        if world.rank < 3:
+            pairs[world.rank].barrier()
+
+    failure = fail(4, main)
+    assert isinstance(failure.primary.exception, Deadlock)
+    assert failure.outcomes[3].state == "returned"
+
+
 def test_a_raising_rank_is_the_primary_one_and_the_others_say_what_they_waited_for():
     def main(world, tp):
         tp.barrier()
