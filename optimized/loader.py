@@ -1,0 +1,62 @@
+"""Weights from a checkpoint reader into the working type, cut to the rank's block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from optimized.communicator import Block
+
+if TYPE_CHECKING:
+    from reference.checkpoint import TensorReader
+
+
+class Loader:
+    """Reads below one prefix. Every tensor it gives is a new one: a slice would keep the whole table in memory."""
+
+    def __init__(self, reader: TensorReader, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+        self.reader, self.dtype, self.device, self.prefix = reader, dtype, device, prefix
+        self._names = frozenset(reader.names()) if not prefix else frozenset()
+
+    def at(self, name: str) -> Loader:
+        """The loader of a sub-module."""
+        below = Loader(self.reader, self.dtype, self.device, f"{self.prefix}{name}.")
+        below._names = self._names
+        return below
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has this tensor."""
+        return self.prefix + name in self._names
+
+    def full(self, name: str) -> Tensor:
+        """The whole tensor."""
+        return self._own(self.reader.tensor(self.prefix + name))
+
+    def rows(self, name: str, block: Block) -> Tensor:
+        """The block of dim 0."""
+        stored = self.reader.tensor(self.prefix + name)
+        return self._own(stored[block.span(stored.shape[0], self.prefix + name)])
+
+    def columns(self, name: str, block: Block) -> Tensor:
+        """The block of dim 1."""
+        stored = self.reader.tensor(self.prefix + name)
+        return self._own(stored[:, block.span(stored.shape[1], self.prefix + name)])
+
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """[len(names), ...]: tensors of one shape, in this order."""
+        return self._own(torch.stack([self.reader.tensor(self.prefix + name) for name in names]))
+
+    def vocabulary(self, name: str, block: Block) -> Tensor:
+        """The block of rows of [V, D] after padding V with zero rows to a multiple of the ranks."""
+        stored = self.reader.tensor(self.prefix + name)
+        rows = -(-stored.shape[0] // block.size)
+        own = stored[block.rank * rows : (block.rank + 1) * rows]
+        out = torch.zeros(rows, stored.shape[1], dtype=self.dtype, device=self.device)
+        out[: own.shape[0]] = own
+        return out
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.to(self.device, self.dtype, copy=True).contiguous()

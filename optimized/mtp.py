@@ -1,0 +1,25 @@
+"""What only MTP layers have: the two input norms in one pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from optimized.norms import RMSNorm
+
+
+class FusedEhNorm(nn.Module):
+    """(embedding [n,D], hidden [n,D]) -> [enorm(embedding), hnorm(hidden)] [n,2D], both halves in one pass."""
+
+    def __init__(self, enorm: RMSNorm, hnorm: RMSNorm) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([enorm.weight, hnorm.weight]), requires_grad=False)
+        self.floor, self.width = enorm.floor, enorm.width
+
+    def forward(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """[n,D] twice -> [n,2D]."""
+        both = torch.stack([embedding, hidden], dim=1).to(self.floor.dtype)
+        root = torch.hypot(torch.linalg.vector_norm(both, dim=-1, keepdim=True), self.floor)
+        return (both * (math.sqrt(self.width) / root) * self.weight).flatten(1).to(hidden.dtype)

@@ -1,0 +1,118 @@
+"""Where the probes of docs/subjects.md stand in each dataflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reference.config import ModelConfig
+
+Tap = tuple[str, str, int, str, str]
+
+
+@dataclass(frozen=True)
+class Placements:
+    """How a dataflow lays out the three kinds of values outside attention."""
+
+    rows: str  # a complete value per token row
+    block: str  # what attention and MLP hand on
+    channels: str  # inside an MLP
+
+
+PLACEMENTS = {
+    "tp": Placements(rows="Replicate", block="Partial", channels="Shard(1)"),
+    "full-sp": Placements(rows="Shard(0)", block="Shard(0)", channels="Shard(0)"),
+}
+
+
+def taps(config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> dict[str, Tap]:
+    """Probe name -> (module, side, index, placement, kind)."""
+    at = PLACEMENTS[scheme]
+    out = {
+        "model.embed_tokens.out": _value("model.embed_tokens", "Replicate"),
+        **_norm("model.norm", at),
+        "model.out": _value("model", "Replicate"),
+        **{f"model.aux.{i}": _value("model", "Replicate", 1 + j) for j, i in enumerate(sorted(set(aux_layers)))},
+        "lm_head.out": _value("lm_head", "Replicate"),
+        "sampler.out": ("sampler", "out", 0, "Replicate", "token"),
+    }
+    for index in range(config.mtp_layers.stop):
+        out |= _layer(config, index, at)
+    for index in config.mtp_layers:
+        out |= _mtp(f"model.layers.{index}", at)
+    return out
+
+
+def padding_inputs(config: ModelConfig) -> list[tuple[str, str, int]]:
+    """Where graph-padding rows enter: the embeddings' outputs and the MTP layers' hidden inputs."""
+    layers = [f"model.layers.{i}" for i in config.mtp_layers]
+    embeddings = [("model.embed_tokens", "out", 0)] + [(f"{layer}.embed_tokens", "out", 0) for layer in layers]
+    return embeddings + [(layer, "in", 1) for layer in layers]
+
+
+def _value(module: str, placement: str, index: int = 0, side: str = "out") -> Tap:
+    return module, side, index, placement, "value"
+
+
+def _norm(module: str, at: Placements) -> dict[str, Tap]:
+    """A fused norm's input is its second output, the updated residual."""
+    return {f"{module}.in": _value(module, at.rows, 1), f"{module}.out": _value(module, at.rows)}
+
+
+def _layer(config: ModelConfig, index: int, at: Placements) -> dict[str, Tap]:
+    layer = f"model.layers.{index}"
+    post = f"{layer}.post_attention_layernorm"
+    mlp = _moe(config, f"{layer}.mlp", at) if config.is_moe_layer(index) else _dense(f"{layer}.mlp", at)
+    return {
+        **_norm(f"{layer}.input_layernorm", at),
+        **_attention(config, f"{layer}.self_attn"),
+        f"{layer}.self_attn.out": _value(post, at.block, side="in"),
+        **_norm(post, at),
+        **mlp,
+        f"{layer}.mlp.out": _value(f"{layer}.mlp", at.block),
+    }
+
+
+def _attention(config: ModelConfig, attention: str) -> dict[str, Tap]:
+    """Attention sees full rows in every dataflow."""
+    replicated = ["q_a_layernorm", "kv_a_layernorm", "k_rope"]
+    if config.has_indexer:
+        replicated += ["indexer.q_rope", "indexer.k_rope", "indexer.head_weights"]
+    out = {f"{attention}.{name}.out": _value(f"{attention}.{name}", "Replicate") for name in replicated}
+    out[f"{attention}.q_rope.out"] = _value(f"{attention}.q_rope", "Shard(1)")
+    out[f"{attention}.o_proj.in"] = _value(f"{attention}.o_proj", "Shard(1)", side="in")
+    if config.has_indexer:
+        choose = f"{attention}.indexer.choose"
+        out[f"{choose}.in"] = (choose, "in", 0, "Replicate", "scores")
+        out[f"{choose}.out"] = (choose, "out", 0, "Replicate", "set")
+    return out
+
+
+def _dense(mlp: str, at: Placements) -> dict[str, Tap]:
+    return {f"{mlp}.act_fn.out": _value(f"{mlp}.act_fn", at.channels)}
+
+
+def _moe(config: ModelConfig, mlp: str, at: Placements) -> dict[str, Tap]:
+    gate = f"{mlp}.gate"
+    out = {
+        f"{gate}.score.out": _value(f"{gate}.score", at.rows),
+        f"{gate}.choose.out": (f"{gate}.choose", "out", 0, at.rows, "set"),
+        f"{gate}.weigh.out": (f"{gate}.weigh", "out", 0, at.rows, f"by:{gate}.choose.out"),
+        f"{mlp}.experts.out": _value(f"{mlp}.experts", at.block),
+        f"{mlp}.experts.work": (f"{mlp}.experts.permute", "out", 1, "Shard(0)", "work"),
+    }
+    if config.n_shared_experts:
+        out[f"{mlp}.shared_experts.out"] = _value(f"{mlp}.shared_experts", at.block)
+    return out
+
+
+def _mtp(layer: str, at: Placements) -> dict[str, Tap]:
+    head = f"{layer}.shared_head"
+    return {
+        f"{layer}.embed_tokens.out": _value(f"{layer}.embed_tokens", "Replicate"),
+        f"{layer}.eh_proj.in": _value(f"{layer}.eh_proj", at.rows, side="in"),
+        f"{layer}.eh_proj.out": _value(f"{layer}.eh_proj", at.rows),
+        **_norm(f"{head}.norm", at),
+        f"{layer}.out": _value(layer, "Replicate"),
+        f"{head}.head.out": _value(f"{head}.head", "Replicate"),
+        f"{head}.sampler.out": (f"{head}.sampler", "out", 0, "Replicate", "token"),
+    }
