@@ -85,8 +85,9 @@ def _cases():
     for kinds, dtypes in ((SUMS, SUM_DTYPES), (MOVES, MOVE_DTYPES)):
         for kind, size, dtype, rows in itertools.product(kinds, SIZES, dtypes, ROWS):
             yield Case(kind, size, dtype, rows, (3,), strided=False)
-            yield Case(kind, size, dtype, rows, (2, 3), strided=True)
-            yield Case(kind, size, dtype, rows, (), strided=False)
+            if dtype == torch.float32:  # what the rows look like and their dtype do not interact
+                yield Case(kind, size, dtype, rows, (2, 3), strided=True)
+                yield Case(kind, size, dtype, rows, (), strided=False)
 
 
 CASES = tuple(_cases())
@@ -176,7 +177,8 @@ def _in_process(rank, size, folder, main):
 
 def run_processes(size, folder, main):
     """What `main(world)` returns in each of `size` gloo processes."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # one import of torch for all processes
     processes = [context.Process(target=_in_process, args=(rank, size, folder, main)) for rank in range(size)]
     for process in processes:
         process.start()
