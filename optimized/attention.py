@@ -30,8 +30,7 @@ class MLAAttention(nn.Module):
         self.widths = [config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim]
         self.latent_width = config.kv_lora_rank
         self.scale = attention_scale(config)
-        fused = [loader.full("q_a_proj.weight"), loader.full("kv_a_proj_with_mqa.weight")]
-        self.fused_qkv_a_proj = Linear(torch.cat(fused))
+        self.fused_qkv_a_proj = Linear(loader.fused(["q_a_proj.weight", "kv_a_proj_with_mqa.weight"], Block()))
         self.q_a_layernorm = RMSNorm(loader.full("q_a_layernorm.weight"), eps)
         self.kv_a_layernorm = RMSNorm(loader.full("kv_a_layernorm.weight"), eps)
         self.q_b_proj = Linear(loader.rows("q_b_proj.weight", block))

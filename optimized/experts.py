@@ -39,12 +39,13 @@ class FusedExperts(nn.Module):
         super().__init__()
         own = Block.of(ep).span(count, "n_routed_experts")
         self.permute = Permute(range(own.start, own.stop))
-        self.w13 = nn.Parameter(torch.cat([self._stack(loader, "gate"), self._stack(loader, "up")], 1), False)
+        gate_up = self._stack(loader, "gate", "up")
+        self.w13 = nn.Parameter(gate_up.view(len(self.permute.experts), -1, gate_up.shape[-1]), requires_grad=False)
         self.w2 = nn.Parameter(self._stack(loader, "down"), requires_grad=False)
         self.act_fn = SiluAndMul()
 
-    def _stack(self, loader: Loader, name: str) -> Tensor:
-        return loader.stacked([f"{e}.{name}_proj.weight" for e in self.permute.experts])
+    def _stack(self, loader: Loader, *names: str) -> Tensor:
+        return loader.stacked([f"{e}.{name}_proj.weight" for e in self.permute.experts for name in names])
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """-> partial [R,D]."""
@@ -85,9 +86,6 @@ class DispatchedExperts(FusedExperts):
 
 def _grouped_mm(rows: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:
     """[P, in] sorted by expert, [E, out, in] -> [P, out]."""
-    out = rows.new_empty(rows.shape[0], weights.shape[1])
-    parts = zip(torch.split(rows, sizes), torch.split(out, sizes), weights, sizes, strict=True)
-    for x, y, weight, size in parts:
-        if size:
-            torch.mm(x, weight.t(), out=y)
-    return out
+    parts = zip(torch.split(rows, sizes), weights.mT.unbind(), sizes, strict=True)
+    products = [torch.mm(x, weight) for x, weight, size in parts if size]
+    return torch.cat(products) if products else rows.new_empty(0, weights.shape[1])

@@ -96,7 +96,8 @@ class HeadWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, Hi] -> [n, Hi], in the type of index scores."""
-        return x.to(statistics_dtype(x.dtype)) * self.scale
+        wide = x.to(statistics_dtype(x.dtype))
+        return wide.mul(self.scale)
 
 
 class ChooseKeys(nn.Module):

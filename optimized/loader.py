@@ -45,6 +45,11 @@ class Loader:
         stored = self.reader.tensor(self.prefix + name)
         return self._own(stored[:, block.span(stored.shape[1], self.prefix + name)])
 
+    def fused(self, names: Sequence[str], block: Block) -> Tensor:
+        """The blocks of dim 0 of several matrices, one below the other."""
+        stored = {name: self.reader.tensor(self.prefix + name) for name in names}
+        return self._own(torch.cat([x[block.span(x.shape[0], self.prefix + name)] for name, x in stored.items()]))
+
     def stacked(self, names: Sequence[str]) -> Tensor:
         """[len(names), ...]: tensors of one shape, in this order."""
         return self._own(torch.stack([self.reader.tensor(self.prefix + name) for name in names]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,8 +29,7 @@ class MLP(nn.Module):
     def __init__(self, loader: Loader, tp: Communicator, *, is_sequence_parallel: bool) -> None:
         super().__init__()
         block = Block() if is_sequence_parallel else Block.of(tp)
-        both = [loader.rows("gate_proj.weight", block), loader.rows("up_proj.weight", block)]
-        self.gate_up_proj = Linear(torch.cat(both))
+        self.gate_up_proj = Linear(loader.fused(["gate_proj.weight", "up_proj.weight"], block))
         self.act_fn = SiluAndMul()
         self.down_proj = Linear(loader.columns("down_proj.weight", block))
 

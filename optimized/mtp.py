@@ -16,10 +16,10 @@ class FusedEhNorm(nn.Module):
     def __init__(self, enorm: RMSNorm, hnorm: RMSNorm) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.stack([enorm.weight, hnorm.weight]), requires_grad=False)
-        self.floor, self.width = enorm.floor, enorm.width
+        self.floor = enorm.floor
 
     def forward(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """[n,D] twice -> [n,2D]."""
         both = torch.stack([embedding, hidden], dim=1).to(self.floor.dtype)
         root = torch.hypot(torch.linalg.vector_norm(both, dim=-1, keepdim=True), self.floor)
-        return (both * (math.sqrt(self.width) / root) * self.weight).flatten(1).to(hidden.dtype)
+        return (both * (math.sqrt(hidden.shape[-1]) / root) * self.weight).flatten(1).to(hidden.dtype)
