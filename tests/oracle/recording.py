@@ -1,0 +1,118 @@
+"""Runs the reference over loopback ranks and keeps every tapped value, whole."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference import subject
+from reference.checkpoint import TensorReader
+from reference.config import ModelConfig
+from spcheck.comm.loopback import run_loopback
+
+
+@dataclass
+class Recording:
+    """Probe -> the values of its calls, in order; caches as of ``Engine.state``."""
+
+    config: ModelConfig
+    values: dict[str, list[Tensor]]
+    state: dict[str, dict[int, Tensor]]
+
+    def batch(self, probe: str, requests: int) -> Tensor:
+        """The first call of every request, stacked [B, ..]."""
+        return torch.stack(self.values[probe][:requests])
+
+
+def extra_taps(config: ModelConfig):
+    """Places that are no probes of the protocol but stand in the recorded runs."""
+    layers = [i for i in range(config.num_hidden_layers + len(config.mtp_layers)) if config.is_moe_layer(i)]
+    return {
+        f"model.layers.{i}.mlp.gate.score.in": (f"model.layers.{i}.mlp.gate.score", "in", 0, "Replicate", "value")
+        for i in layers
+    }
+
+
+def record(
+    config: ModelConfig,
+    reader: TensorReader,
+    ids: Tensor,
+    *,
+    tp: int = 1,
+    drafts: int = 0,
+    cuts: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float64,
+) -> Recording:
+    """``ids`` [B, S] are B requests; each is cut into chunks at ``cuts``. Then ``drafts`` draft steps of all."""
+    aux = tuple(range(config.num_hidden_layers + 1))
+    taps = subject.taps(config, scheme="reference", aux_layers=aux) | extra_taps(config)
+
+    def rank(world):
+        group = world.group("tp", range(world.size))
+        engine = subject.build(
+            config,
+            reader,
+            {"tp": group},
+            dtype=dtype,
+            device=torch.device("cpu"),
+            scheme="reference",
+            aux_layers=aux,
+            pad_to=None,
+            skip_padding=False,
+        )
+        values = defaultdict(list)
+        for probe, tap in taps.items():
+            hook(engine, tap, values[probe])
+        run(engine, ids, cuts, drafts)
+        return values, engine.state()
+
+    ranks = run_loopback(tp, rank)
+    whole = {probe: put_together([values[probe] for values, _ in ranks], tap[3]) for probe, tap in taps.items()}
+    return Recording(config, whole, ranks[0][1])
+
+
+def run(engine, ids: Tensor, cuts: tuple[int, ...], drafts: int) -> None:
+    B, S = ids.shape
+    engine.start([S + drafts] * B)
+    for first, last in zip((0, *cuts), (*cuts, S), strict=True):
+        engine.step([(b, first, ids[b, first:last]) for b in range(B)])
+        if cuts and drafts:
+            engine.draft(range(B), 0)
+    for step in range(1 if cuts else 0, drafts):
+        engine.draft(range(B), step)
+
+
+def hook(engine, tap, sink: list[Tensor]) -> None:
+    module, side, index = engine.get_submodule(tap[0]), tap[1], tap[2]
+
+    def keep(values) -> None:
+        values = values if isinstance(values, tuple) else (values,)
+        sink.append(values[index].clone())
+
+    if side == "in":
+        module.register_forward_pre_hook(lambda _, args: keep(args))
+    else:
+        module.register_forward_hook(lambda _, args, output: keep(output))
+
+
+def put_together(per_rank: list[list[Tensor]], placement: str) -> list[Tensor]:
+    whole = []
+    for pieces in zip(*per_rank, strict=True):
+        if placement == "Replicate":
+            assert all(torch.equal(piece, pieces[0]) for piece in pieces)
+            whole.append(pieces[0])
+        elif placement == "Shard(1)":
+            whole.append(torch.cat(pieces, dim=1))
+        else:
+            assert placement == "Partial"
+            whole.append(torch.stack(pieces).sum(dim=0))
+    return whole
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest element; infinite if the shapes differ."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    difference = (ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-300)
+    return float(difference) if torch.isfinite(difference) else float("inf")
