@@ -143,6 +143,8 @@ def _check_rows(case: Case, config: ModelConfig) -> None:
 
 
 def _check_world(case: Case, config: ModelConfig) -> None:
+    if case.seed < 0:
+        raise UsageError(f"--seed must be 0 or more, not {case.seed}")
     if case.tp < 1:
         raise UsageError(f"--tp must be 1 or more, not {case.tp}")
     sizes = {

@@ -1,0 +1,29 @@
+"""Shared fixtures. Every xdist worker computes with one thread: the ranks are the parallelism."""
+
+import pytest
+import torch
+
+from spcheck.case import Case
+from spcheck.launch.ranks import run_threads
+from spcheck.plan import make_plan
+from spcheck.verdict import Comparison, conclude
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def compare():
+    """Runs a case on the loopback backend in this process: ``compare(tp=2, requests=(17,), ...)``."""
+
+    def run(**options) -> Comparison:
+        return compare_case(Case(**{"backend": "loopback", **options}))
+
+    return run
+
+
+def compare_case(case: Case) -> Comparison:
+    from spcheck.launch.parent import failure_sentence
+
+    plan = make_plan(case)
+    reports = run_threads(plan)
+    return conclude(plan, reports, {"backend": "loopback"}, failure_sentence(reports))

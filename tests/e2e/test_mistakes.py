@@ -1,0 +1,87 @@
+"""Plain mistakes: one sentence on stderr, exit 2, no traceback, and nothing left running."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def spcheck(*words, env=None, timeout=120):
+    command = [sys.executable, "-m", "spcheck.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
+
+
+def children():
+    """Every process whose command line names the host."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"spcheck.launch.host" in words:
+            found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--tp 5 --tokens 17", "--tp 5 does not divide num_attention_heads 12"),
+        ("--tp 2 --tokens 17 --set num_attention_heads=8 --set n_routed_experts=9 --set n_group=3", "n_routed_experts 9"),
+        ("--tp 2 --tokens 0", "at least 1 token"),
+        ("--tp 2 --tokens -3", "at least 1 token"),
+        ("--tp 2 --tokens many", "not a valid integer"),
+        ("--tp 2 --requests 5,,x", "no list of whole numbers"),
+        ("--tp 2", "give --tokens N or --requests"),
+        ("--tp 2 --tokens 3 --requests 3", "not both"),
+        ("--tp 2 --tokens 17 --pad-to 16", "--pad-to 16 is less than the 17 tokens"),
+        ("--tp 2 --tokens 17 --model no-such-model", "neither a preset"),
+        ("--tp 2 --tokens 17 --aux-layers 9", "--aux-layers 9 is outside 0..5"),
+        ("--tp 2 --tokens 17 --scheme full-sp --set pipeline_parallel_size=2", "a pipeline stage would receive shards"),
+        ("--tp 2 --tokens 17 --scheme full-sp --set lora_rank=8", "a LoRA adapter is chosen per row"),
+        ("--tp 1 --tokens 17 --scheme full-sp", "needs tp > 1"),
+        ("--tp 2 --tokens 17 --numerics int4", "is not one of"),
+        ("--tp 2 --tokens 17 --set hidden_size", "is not key=value"),
+        ("--tp 2 --tokens 17 --json /no/such/folder/out.json", "cannot be written"),
+        ("--tp 2 --tokens 17 --timeout 0", "--timeout must be positive"),
+        ("--tp 2 --tokens 17 --seed -1", "--seed must be 0 or more"),
+        ("--tp 2 --tokens 17 --no-such-option", "No such option"),
+    ],
+)
+def test_one_sentence_and_exit_2(words, says):
+    done = spcheck("diff", *words.split())
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_nccl_without_gpus_is_refused_by_the_machine():
+    done = spcheck("diff", "--tp", "2", "--tokens", "17", "--backend", "nccl", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2
+    assert done.stderr == "spcheck: --backend nccl needs one GPU per rank: 2 ranks, 0 GPUs found\n"
+
+
+def test_a_folder_without_config_or_weights(tmp_path):
+    assert "no readable config.json" in spcheck("diff", "--tokens", "3", "--model", str(tmp_path)).stderr
+    preset = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+    (tmp_path / "config.json").write_bytes(preset.read_bytes())
+    done = spcheck("diff", "--tokens", "3", "--model", str(tmp_path))
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_bad_environment_variable():
+    done = spcheck("diff", "--tokens", "3", env={"VLLM_MOE_SKIP_PADDING": "maybe"})
+    assert (done.returncode, done.stderr) == (2, "spcheck: VLLM_MOE_SKIP_PADDING must be 0 or 1, not 'maybe'\n")
+
+
+def test_version_and_help():
+    assert spcheck("--version").stdout.startswith("spcheck 0.")
+    assert "Example: spcheck diff --tp 2 --tokens 17" in spcheck("diff", "--help").stdout
+    assert spcheck().returncode == 0

@@ -1,0 +1,53 @@
+"""A case is a value; its id is a command that gives the same case again."""
+
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from spcheck import cli
+from spcheck.case import Case
+
+FULL = Case(
+    requests=(5, 1, 11),
+    tp=3,
+    overrides=(("index_topk", 4), ("model_type", "deepseek_v32"), ("norm_topk_prob", False)),
+    numerics="float32",
+    scheme="full-sp",
+    require_scheme="full-sp",
+    mtp_steps=2,
+    aux_layers=(0, 5),
+    pad_to=32,
+    skip_padding=False,
+    padding_content="nan",
+    seed=7,
+    backend="loopback",
+    timeout=12.5,
+)
+
+
+@pytest.mark.parametrize("case", [FULL, Case(requests=(17,), tp=2)], ids=["full", "plain"])
+def test_the_id_repeats_the_case(case, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))
+    CliRunner().invoke(cli.cli, shlex.split(case.id)[1:], catch_exceptions=False)
+    assert seen == [case]
+
+
+def test_json_round_trip():
+    import json
+
+    assert Case.from_json(json.loads(json.dumps(FULL.to_json()))) == FULL
+
+
+def test_the_environment_gives_the_default_of_skip_padding(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))
+    for value in (None, "1", "0"):
+        monkeypatch.delenv("VLLM_MOE_SKIP_PADDING", raising=False)
+        if value is not None:
+            monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", value)
+        CliRunner().invoke(cli.cli, ["diff", "--tokens", "3"], catch_exceptions=False)
+    monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
+    CliRunner().invoke(cli.cli, ["diff", "--tokens", "3", "--skip-padding"], catch_exceptions=False)
+    assert [case.skip_padding for case in seen] == [True, True, False, True]
