@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from optimized.batch import AttentionMetadata
-from optimized.decoder import Backbone, DecoderParts, MtpParts, NormFactory, Setup
+from optimized.decoder import Backbone, DecoderParts, MtpParts, NormFactory
 from optimized.forward_context import get_forward_context, narrowed_padding_mask
 from optimized.norms import FusedAllReduceRMSNorm, ResidualRMSNorm
+from optimized.setup import Setup
 from optimized.sp import SequenceParallel
 
 HiddenAndResidual = tuple[Tensor, Tensor]

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from optimized.attention import MLAAttention
-from optimized.communicator import Communicator
 from optimized.linear import GreedySampler, Linear, ParallelLMHead, VocabParallelEmbedding
 from optimized.loader import Loader
 from optimized.mlp import MLP
 from optimized.moe import MoE
 from optimized.mtp import FusedEhNorm
 from optimized.norms import RMSNorm
-from optimized.parallel_config import ParallelConfig
-from optimized.rotary import RotaryTable
-from optimized.sp import SequenceParallel
-from reference.config import ModelConfig
+from optimized.setup import Setup
 
 NormFactory = Callable[[Tensor, float], nn.Module]
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What every part of one rank's model is built from."""
-
-    config: ModelConfig
-    parallel: ParallelConfig
-    loader: Loader
-    tp: Communicator
-    ep: Communicator
-    rotary: RotaryTable
-    aux_layers: tuple[int, ...] = ()
-    skip_padding: bool = True
-    fused_eh_norm: bool = True
-
-    @property
-    def sp(self) -> SequenceParallel:
-        """The sequence-parallel primitives over the tensor-parallel group."""
-        return SequenceParallel(self.tp)
 
 
 class DecoderParts(nn.Module):

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from optimized.attention import MLAAttention
 from optimized.batch import Batch, SlotTable
 from optimized.dataflows import DATAFLOWS
-from optimized.decoder import DecoderParts, MtpParts, Setup
+from optimized.decoder import DecoderParts, MtpParts
 from optimized.forward_context import DPMetadata, ForwardContext, set_forward_context
 from optimized.linear import GreedySampler, ParallelLMHead
+from optimized.setup import Setup
 
 Chunk = tuple[int, int, Tensor]
 
@@ -47,6 +48,7 @@ class Engine(nn.Module):
         self.scheme = scheme
         self.setup, self.pad_to = setup, pad_to
         dataflow = DATAFLOWS[scheme]
+        self.has_moe = any(setup.config.is_moe_layer(i) for i in range(setup.config.mtp_layers.stop))
         self.use_sequence_parallel = dataflow.use_sequence_parallel
         self.model = dataflow.build(setup)
         self.lm_head = ParallelLMHead(setup.loader.at("lm_head"), setup.config.vocab_size, setup.tp)
@@ -111,7 +113,7 @@ class Engine(nn.Module):
         metadata = DPMetadata.make(
             batch.num_tokens,
             self.setup.parallel,
-            has_moe=True,
+            has_moe=self.has_moe,
             use_sequence_parallel=self.use_sequence_parallel,
         )
         return set_forward_context(batch.num_tokens, batch.is_padding, metadata)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +11,7 @@ from optimized.forward_context import get_forward_context
 from optimized.loader import Loader
 from optimized.mlp import MLP
 from optimized.router import Gate
-
-if TYPE_CHECKING:
-    from optimized.decoder import Setup
+from optimized.setup import Setup
 
 
 class MoE(nn.Module):
@@ -31,16 +27,14 @@ class MoE(nn.Module):
         self.skip_padding = setup.skip_padding
         self.gate = Gate(config, loader.at("gate"))
         self.experts = _experts(setup, loader.at("experts"), dispatched=already_sequence_parallel)
-        self.shared_experts = None
-        if config.n_shared_experts:
-            shared = loader.at("shared_experts")
-            self.shared_experts = MLP(shared, setup.tp, is_sequence_parallel=already_sequence_parallel)
+        shared = loader.at("shared_experts")
+        self.shared_experts = MLP(shared, setup.tp, is_sequence_parallel=already_sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, D] -> [rows, D]."""
         ids, weights = self.gate(x)
         routed: Tensor = self.experts(x, self._without_padding(ids), weights)
-        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+        return routed + self.shared_experts(x)
 
     def _without_padding(self, ids: Tensor) -> Tensor:
         """Expert -1 for every choice of a row that is no token."""

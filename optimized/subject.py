@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from optimized.communicator import Communicator
-from optimized.decoder import Setup
 from optimized.engine import Engine
 from optimized.loader import Loader
 from optimized.parallel_config import ParallelConfig, resolve_scheme
 from optimized.rotary import RotaryTable
+from optimized.setup import Setup
 from optimized.taps import padding_inputs, taps
 from reference.config import ModelConfig
 

@@ -61,7 +61,7 @@ def _norm(module: str, at: Placements) -> dict[str, Tap]:
 def _layer(config: ModelConfig, index: int, at: Placements) -> dict[str, Tap]:
     layer = f"model.layers.{index}"
     post = f"{layer}.post_attention_layernorm"
-    mlp = _moe(config, f"{layer}.mlp", at) if config.is_moe_layer(index) else _dense(f"{layer}.mlp", at)
+    mlp = _moe(f"{layer}.mlp", at) if config.is_moe_layer(index) else _dense(f"{layer}.mlp", at)
     return {
         **_norm(f"{layer}.input_layernorm", at),
         **_attention(config, f"{layer}.self_attn"),
@@ -91,18 +91,16 @@ def _dense(mlp: str, at: Placements) -> dict[str, Tap]:
     return {f"{mlp}.act_fn.out": _value(f"{mlp}.act_fn", at.channels)}
 
 
-def _moe(config: ModelConfig, mlp: str, at: Placements) -> dict[str, Tap]:
+def _moe(mlp: str, at: Placements) -> dict[str, Tap]:
     gate = f"{mlp}.gate"
-    out = {
+    return {
         f"{gate}.score.out": _value(f"{gate}.score", at.rows),
         f"{gate}.choose.out": (f"{gate}.choose", "out", 0, at.rows, "set"),
         f"{gate}.weigh.out": (f"{gate}.weigh", "out", 0, at.rows, f"by:{gate}.choose.out"),
         f"{mlp}.experts.out": _value(f"{mlp}.experts", at.block),
         f"{mlp}.experts.work": (f"{mlp}.experts.permute", "out", 1, "Shard(0)", "work"),
+        f"{mlp}.shared_experts.out": _value(f"{mlp}.shared_experts", at.block),
     }
-    if config.n_shared_experts:
-        out[f"{mlp}.shared_experts.out"] = _value(f"{mlp}.shared_experts", at.block)
-    return out
 
 
 def _mtp(layer: str, at: Placements) -> dict[str, Tap]:

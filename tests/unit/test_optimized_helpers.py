@@ -1,0 +1,102 @@
+"""Ranks as threads, random weights, and one case of the optimized model; used by the other test_optimized files."""
+
+import functools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from optimized import subject
+from reference.checkpoint import RandomWeights
+from reference.config import parse_config
+from spcheck.comm.loopback import run_loopback
+
+PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+F64 = torch.float64
+
+
+@functools.cache
+def tiny(**overrides):
+    return parse_config(json.loads(PRESET.read_text()), overrides)
+
+
+@functools.cache
+def weights(config, seed=0):
+    return RandomWeights(config, seed)
+
+
+def groups(world):
+    return {name: world.group(name, range(world.size)) for name in ("tp", "ep")}
+
+
+def token_ids(config, n, seed=0):
+    return torch.randint(config.vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def build(world, config, *, scheme, dtype=F64, aux_layers=(), pad_to=None, skip_padding=True, reader=None):
+    return subject.build(
+        config,
+        reader or weights(config),
+        groups(world),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        scheme=scheme,
+        aux_layers=aux_layers,
+        pad_to=pad_to,
+        skip_padding=skip_padding,
+    )
+
+
+def on_ranks(size, main):
+    """What ``main(world)`` gives on every rank, with gradients off."""
+
+    def run(world):
+        with torch.no_grad():
+            return main(world)
+
+    return run_loopback(size, run)
+
+
+@dataclass
+class Seen:
+    """What hooks saw on one rank, call by call."""
+
+    out: dict = field(default_factory=dict)
+
+    def watch(self, root, names):
+        modules = dict(root.named_modules())
+        for name in names:
+            modules[name].register_forward_hook(functools.partial(self._keep, name))
+
+    def _keep(self, name, module, args, output):
+        self.out.setdefault(name, []).append((args, output))
+
+    def outputs(self, name):
+        return [output for _, output in self.out.get(name, [])]
+
+    def inputs(self, name):
+        return [args for args, _ in self.out.get(name, [])]
+
+
+def fill_padding(engine, config, real, content):
+    """Writes ``content`` into rows ``real[0]`` and on, wherever padding rows enter."""
+    modules = dict(engine.named_modules())
+
+    def filled(x):
+        x = x.clone()
+        x[real[0] :] = content
+        return x
+
+    def before(index, module, args):
+        return (*args[:index], filled(args[index]), *args[index + 1 :])
+
+    for name, side, index in subject.padding_inputs(config):
+        if side == "in":
+            modules[name].register_forward_pre_hook(functools.partial(before, index))
+        else:
+            modules[name].register_forward_hook(lambda module, args, output: filled(output))
+
+
+def close(a, b, tol=1e-12):
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)

@@ -1,0 +1,117 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from optimized.forward_context import (
+    DPMetadata,
+    ForwardContext,
+    get_forward_context,
+    narrowed_padding_mask,
+    set_forward_context,
+)
+from optimized.parallel_config import ParallelConfig, resolve_scheme
+
+
+@pytest.mark.parametrize(
+    ("requested", "settings", "scheme", "reason"),
+    [
+        ("auto", {"tensor_parallel_size": 2}, "full-sp", "tp 2 > 1"),
+        ("full-sp", {"tensor_parallel_size": 4}, "full-sp", "allgather_reducescatter"),
+        ("tp", {"tensor_parallel_size": 2}, "tp", "requested"),
+        ("auto", {"tensor_parallel_size": 1}, "tp", "needs tp > 1"),
+        ("auto", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "tp", "pipeline"),
+        ("auto", {"tensor_parallel_size": 2, "lora": True}, "tp", "LoRA"),
+        ("auto", {"tensor_parallel_size": 2, "enable_expert_parallel": False}, "tp", "expert parallelism"),
+        ("auto", {"tensor_parallel_size": 2, "all2all_backend": "pplx"}, "tp", "pplx"),
+    ],
+)
+def test_resolution_and_its_reason(requested, settings, scheme, reason):
+    active, why = resolve_scheme(requested, ParallelConfig(**settings))
+    assert active == scheme
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 1}, "full-sp needs tp > 1"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "excludes pipeline parallelism"),
+        ({"tensor_parallel_size": 2, "lora": True}, "excludes LoRA"),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": False}, "needs expert parallelism"),
+    ],
+)
+def test_forcing_what_cannot_be_is_an_error_of_one_sentence(settings, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_scheme("full-sp", ParallelConfig(**settings))
+
+
+def test_an_unknown_scheme_is_refused():
+    with pytest.raises(ValueError, match="unknown scheme"):
+        resolve_scheme("sp", ParallelConfig(2))
+
+
+def test_no_data_parallelism_is_needed():
+    assert ParallelConfig(2, data_parallel_size=1).use_sequence_parallel_moe
+    assert not ParallelConfig(2, enable_expert_parallel=False).use_sequence_parallel_moe
+
+
+def test_the_configuration_imports_no_torch():
+    code = "import sys, optimized.parallel_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_local_sizes_are_rounded_up_per_dp_rank():
+    sizes = DPMetadata(torch.tensor([3, 8, 1])).sp_local_sizes(2)
+    assert sizes == [2, 2, 4, 4, 1, 1]
+
+
+@pytest.mark.parametrize(("has_moe", "sp", "there"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_metadata_exists_where_rows_are_dispatched(has_moe, sp, there):
+    made = DPMetadata.make(5, ParallelConfig(2), has_moe=has_moe, use_sequence_parallel=sp)
+    assert (made is not None) == there
+    if made is not None:
+        assert made.num_tokens_across_dp.tolist() == [5]
+
+
+def test_the_own_entry_is_the_number_of_rows():
+    with pytest.raises(ValueError, match="announced 3 rows and has 4"), set_forward_context(4, None, _rows(3)):
+        pass
+
+
+def test_the_context_ends_with_its_block():
+    assert get_forward_context() == ForwardContext()
+    with set_forward_context(3, None, _rows(3)) as outer:
+        with set_forward_context(4, None, _rows(4)) as inner:
+            assert get_forward_context() is inner
+        assert get_forward_context() is outer
+    assert get_forward_context() == ForwardContext()
+
+
+def test_the_context_ends_with_an_error_too():
+    with pytest.raises(KeyError), set_forward_context(3):
+        raise KeyError
+    assert get_forward_context() == ForwardContext()
+
+
+def test_a_narrowed_mask_is_put_back():
+    full, shard = torch.zeros(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
+    with set_forward_context(3, full, _rows(3)) as outer:
+        for _ in range(2):
+            assert get_forward_context().is_padding is full
+            with narrowed_padding_mask(shard) as inner:
+                assert inner.is_padding is shard
+                assert inner.dp_metadata is outer.dp_metadata
+        assert get_forward_context().is_padding is full
+
+
+def test_a_mask_can_be_narrowed_where_no_context_exists():
+    shard = torch.ones(2, dtype=torch.bool)
+    with narrowed_padding_mask(shard):
+        assert get_forward_context().is_padding is shard
+    assert get_forward_context().is_padding is None
+
+
+def _rows(n):
+    return DPMetadata(torch.tensor([n]))
