@@ -34,8 +34,8 @@ class MoE(nn.Module):
         """[rows, D] -> [rows, D]."""
         ids, weights = self.gate(x)
         routed: Tensor = self.experts(x, self._without_padding(ids), weights)
-        shared: Tensor = self.shared_experts(x)
-        return routed + shared
+        out: Tensor = routed + self.shared_experts(x)
+        return out
 
     def _without_padding(self, ids: Tensor) -> Tensor:
         """Expert -1 for every choice of a row that is no token."""
