@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,17 @@ class ModelConfig:
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 _YARN_FIELDS = {field.name for field in dataclasses.fields(YarnConfig)}
 
+# Keys that the models here do not read because only one value is implemented.
+_FIXED: dict[str, object] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
+}
+
 
 def load_config(folder: Path) -> ModelConfig:
     """Reads ``folder/config.json``.
@@ -136,6 +148,8 @@ def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> 
     typed: dict[str, Any] = {name: _typed(name, value) for name, value in values.items()}
     config = ModelConfig(**typed)
     _check(config, raw)
+    if not overrides:
+        _check_layer_types(config, raw)
     return config
 
 
@@ -149,13 +163,29 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, object]:
         out["rope_theta"] = block["rope_theta"]
     kind = block.get("rope_type", block.get("type", "default"))
     if kind == "yarn":
-        try:
-            out["yarn"] = YarnConfig(**{k: v for k, v in block.items() if k in _YARN_FIELDS})
-        except TypeError as error:
-            raise ConfigError("rope_scaling of type yarn needs factor and original_max_position_embeddings") from error
+        out["yarn"] = _yarn(block)
     elif kind != "default":
         raise ConfigError(f"rope_scaling type {kind!r} is not supported (default, yarn)")
     return out
+
+
+def _yarn(block: Mapping[str, Any]) -> YarnConfig:
+    values = {name: block[name] for name in _YARN_FIELDS if name in block}
+    for name, value in values.items():
+        if not _is_number(value):
+            raise ConfigError(f"{name} of rope_scaling must be a number, not {value!r}")
+    try:
+        yarn = YarnConfig(**values)
+    except TypeError as error:
+        raise ConfigError("rope_scaling of type yarn needs factor and original_max_position_embeddings") from error
+    for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if getattr(yarn, name) <= 0:
+            raise ConfigError(f"{name} of rope_scaling must be positive, not {getattr(yarn, name)}")
+    return yarn
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _typed(name: str, value: object) -> Any:
@@ -176,19 +206,39 @@ def _check(c: ModelConfig, raw: Mapping[str, Any]) -> None:
         raise ConfigError(f"model_type {c.model_type!r} is not supported ({', '.join(SUPPORTED_MODEL_TYPES)})")
     if "quantization_config" in raw:
         raise ConfigError("quantized checkpoints are not supported yet (quantization_config is set)")
+    for name, value in _FIXED.items():
+        if raw.get(name, value) != value:
+            raise ConfigError(f"{name} {raw[name]!r} is not supported (only {value!r})")
     _check_sizes(c)
+    _check_numbers(c)
     _check_router(c)
     _check_indexer(c)
 
 
 def _check_sizes(c: ModelConfig) -> None:
-    may_be_zero = {"first_k_dense_replace", "num_nextn_predict_layers", "lora_rank", "n_shared_experts"}
+    may_be_zero = {"first_k_dense_replace", "num_nextn_predict_layers", "lora_rank"}
     for name in _FIELDS:
         value = getattr(c, name)
         if isinstance(value, int) and not isinstance(value, bool) and value < (0 if name in may_be_zero else 1):
             raise ConfigError(f"{name} must be {'0 or more' if name in may_be_zero else 'positive'}, not {value}")
     if c.qk_rope_head_dim % 2:
         raise ConfigError(f"qk_rope_head_dim must be even, not {c.qk_rope_head_dim}")
+
+
+def _check_numbers(c: ModelConfig) -> None:
+    for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta", "routed_scaling_factor"):
+        value = getattr(c, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{name} must be positive, not {value}")
+    if c.rope_theta <= 1:
+        raise ConfigError(f"rope_theta must be more than 1, not {c.rope_theta}")
+
+
+def _check_layer_types(c: ModelConfig, raw: Mapping[str, Any]) -> None:
+    """A file may also list which layers have experts; the list must say the same."""
+    derived = ["sparse" if c.is_moe_layer(i) else "dense" for i in range(c.num_hidden_layers)]
+    if raw.get("mlp_layer_types", derived) != derived:
+        raise ConfigError("mlp_layer_types contradicts first_k_dense_replace and moe_layer_freq")
 
 
 def _check_router(c: ModelConfig) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from recording import Recording, relative_error
 from safetensors.torch import load_file
 from torch import Tensor
 
-from recording import Recording, relative_error
 from reference import rope
 
 BLOCK_VALUES = {
@@ -84,7 +84,7 @@ class Comparison:
             yield re.escape(name), lambda theirs, probe=probe: self.close(self.rows(probe), theirs)
 
     def rows(self, probe: str) -> Tensor:
-        """A probe's rows of all requests [B, S, ..]; of the MTP layer without the row that drafts, which has no label."""
+        """A probe's rows of all requests [B, S, ..]; of the MTP layer without the row that drafts."""
         rows = self.ours.batch(probe, self.B)
         return rows[:, :-1] if probe.startswith(f"model.layers.{self.N}.") else rows
 

@@ -77,9 +77,7 @@ def run(engine, ids: Tensor, cuts: tuple[int, ...], drafts: int) -> None:
     engine.start([S + drafts] * B)
     for first, last in zip((0, *cuts), (*cuts, S), strict=True):
         engine.step([(b, first, ids[b, first:last]) for b in range(B)])
-        if cuts and drafts:
-            engine.draft(range(B), 0)
-    for step in range(1 if cuts else 0, drafts):
+    for step in range(drafts):
         engine.draft(range(B), step)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from recorded import Oracle, compare_all
 from recording import record
+
 from reference.attention import Indexer
 from reference.checkpoint import Checkpoint, check_tensors
 from reference.config import parse_config

@@ -1,0 +1,207 @@
+"""reference.checkpoint and reference.layout: reading, writing, random weights, and what is refused."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from reference.checkpoint import Checkpoint, CheckpointError, RandomWeights, check_tensors, write_checkpoint
+from reference.config import ModelConfig, parse_config
+from reference.layout import optional_copies, tensor_shapes
+
+PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+
+
+@pytest.fixture(scope="module")
+def raw():
+    return json.loads(PRESET.read_text()) | {"n_routed_experts": 8, "num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def config(raw):
+    return parse_config(raw)
+
+
+class Table:
+    """A reader over a dict."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def names(self):
+        return self.tensors.keys()
+
+    def shape(self, name):
+        return tuple(self.tensors[name].shape)
+
+    def tensor(self, name):
+        return self.tensors[name]
+
+
+def table_of(reader) -> dict[str, torch.Tensor]:
+    return {name: reader.tensor(name) for name in reader.names()}
+
+
+PUBLISHED = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+}
+INDEXER = {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+UNQUANTIZED = ("embed_tokens.weight", "head.weight", "gate.weight", "eh_proj.weight", "weights_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("config", "elements"),
+    [
+        (ModelConfig("deepseek_v32", **PUBLISHED, **INDEXER), 685_396_921_376),
+        (ModelConfig("deepseek_v3", **PUBLISHED), 684_531_386_000),
+    ],
+)
+def test_the_layout_has_the_published_number_of_elements(config, elements):
+    """The published files have a scale for every 128 x 128 block of a quantized matrix."""
+    shapes = tensor_shapes(config)
+    scales = [
+        math.ceil(shape[0] / 128) * math.ceil(shape[1] / 128)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and not name.endswith(UNQUANTIZED)
+    ]
+    assert sum(map(math.prod, shapes.values())) + sum(scales) == elements
+
+
+def test_random_weights_do_not_depend_on_the_order_of_reading(config):
+    first, second = RandomWeights(config, 1), RandomWeights(config, 1)
+    backwards = {name: second.tensor(name) for name in sorted(second.names(), reverse=True)}
+    assert all(torch.equal(first.tensor(name), backwards[name]) for name in first.names())
+    assert first.tensor("lm_head.weight") is first.tensor("lm_head.weight")
+    assert not torch.equal(first.tensor("lm_head.weight"), RandomWeights(config, 2).tensor("lm_head.weight"))
+
+
+def test_random_weights_matter_everywhere(config):
+    reader = RandomWeights(config, 0)
+    spread = {name: reader.tensor(name).double().std().item() for name in reader.names()}
+    assert all(reader.tensor(name).dtype == torch.bfloat16 for name in reader.names())
+    assert spread["model.embed_tokens.weight"] == pytest.approx(1, rel=0.1)
+    assert spread["model.layers.2.self_attn.o_proj.weight"] == pytest.approx(1.3 / math.sqrt(12 * 12), rel=0.1)
+    assert spread["model.norm.weight"] == pytest.approx(0.2, rel=0.3)
+    assert spread["model.layers.2.self_attn.indexer.k_norm.bias"] == pytest.approx(0.2, rel=0.5)
+    assert 0.02 < spread["model.layers.2.mlp.gate.e_score_correction_bias"] < 0.25
+    assert reader.tensor("model.norm.weight").double().mean().item() == pytest.approx(1, abs=0.1)
+
+
+def test_the_mtp_copies_repeat_the_main_tables(config):
+    reader = RandomWeights(config, 0)
+    assert len(optional_copies(config)) == 2
+    assert all(reader.tensor(copy) is reader.tensor(main) for copy, main in optional_copies(config).items())
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_written_and_read_back(tmp_path, raw, config, shards):
+    reader = RandomWeights(config, 0)
+    write_checkpoint(tmp_path, raw, reader, shards=shards)
+    read = Checkpoint(tmp_path)
+    check_tensors(config, read)
+    assert set(read.names()) == set(reader.names())
+    assert all(torch.equal(read.tensor(name), reader.tensor(name)) for name in reader.names())
+    assert all(read.shape(name) == reader.shape(name) for name in reader.names())
+    assert json.loads((tmp_path / "config.json").read_text()) == raw
+    assert len(list(tmp_path.glob("*.safetensors"))) == shards
+
+
+def test_no_weights_file(tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        Checkpoint(tmp_path)
+
+
+def test_a_file_cut_short(tmp_path):
+    save_file({"a": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for kept in (0, 5, 40, len(whole) - 1):
+        (tmp_path / "model.safetensors").write_bytes(whole[:kept])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is not a whole safetensors file"):
+            Checkpoint(tmp_path)
+
+
+def test_a_pickle_is_no_checkpoint(tmp_path):
+    torch.save({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", 3])
+def test_an_index_that_points_outside_its_folder(tmp_path, file):
+    write_index(tmp_path, {"weight_map": {"a": file}})
+    with pytest.raises(CheckpointError, match="points outside its folder"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "sentence"),
+    [
+        ({"weight_map": {"a": "gone.safetensors"}}, r"gone\.safetensors is named by the index but does not exist"),
+        ({"weight_map": {}}, "has no weight_map"),
+        ({}, "has no weight_map"),
+        ([], "has no weight_map"),
+    ],
+)
+def test_a_bad_index(tmp_path, index, sentence):
+    write_index(tmp_path, index)
+    with pytest.raises(CheckpointError, match=sentence):
+        Checkpoint(tmp_path)
+
+
+def write_index(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_an_index_that_is_no_json(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        Checkpoint(tmp_path)
+
+
+def test_a_tensor_that_is_not_there(tmp_path):
+    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has no tensor b"):
+        Checkpoint(tmp_path).tensor("b")
+    write_index(tmp_path, {"weight_map": {"a": "model.safetensors", "b": "model.safetensors"}})
+    for read in (Checkpoint(tmp_path).tensor, Checkpoint(tmp_path).shape):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors does not hold the tensor b"):
+            read("b")
+
+
+def test_missing_surplus_and_misshaped_tensors(config):
+    whole = table_of(RandomWeights(config, 0))
+    check_tensors(config, Table(whole))
+    without = {name: tensor for name, tensor in whole.items() if "experts.3" not in name}
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.2\.mlp\.experts\.3\..* and 5 more"):
+        check_tensors(config, Table(without))
+    with pytest.raises(CheckpointError, match=r"has no place for model\.extra"):
+        check_tensors(config, Table(whole | {"model.extra": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \(3,\), but the config says \(96,\)"):
+        check_tensors(config, Table(whole | {"model.norm.weight": torch.zeros(3)}))
+
+
+def test_what_may_be_missing_or_surplus(raw, config):
+    whole = table_of(RandomWeights(config, 0))
+    lean = {name: tensor for name, tensor in whole.items() if name not in optional_copies(config)}
+    check_tensors(config, Table(lean))
+    check_tensors(config, Table(whole | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    check_tensors(parse_config(raw | {"num_nextn_predict_layers": 0}), Table(whole))
+    with pytest.raises(CheckpointError, match="has no place for"):
+        check_tensors(config, Table(whole | {"model.layers.4.enorm.weight": torch.zeros(96)}))
