@@ -42,7 +42,8 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     results = merge_probes(reports)
     rows = check_rows(plan, reports)
     collectives = check_collectives(plan, reports)
-    work = check_work(plan, reports) if failure is None else Checked(0, ())
+    other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
+    work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     first = _first_over(results)
     findings = [Finding("failed", "FAILED", failure)] if failure else []
     findings += _value_findings(plan, results, first)
@@ -110,13 +111,23 @@ def _value_findings(plan: Plan, results: Sequence[ProbeResult], first: ProbeResu
     if first is None:
         return findings
     choice = first.kind in ("set", "token")
-    # A rounding difference flips a near tie in low precision; all that follows a flip differs for that reason alone.
-    low = plan.case.numerics != "float64"
-    outcome = "INCONCLUSIVE" if choice and low else "DIVERGED"
+    outcome = "INCONCLUSIVE" if _rounding_may_explain(plan.case.numerics, first, results) else "DIVERGED"
     later = sum(1 for r in results if r.over) - 1
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
     return [*findings, Finding(kind, outcome, sentence(first, plan) + more, _at(first, first.first))]
+
+
+def _rounding_may_explain(numerics: str, first: ProbeResult, results: Sequence[ProbeResult]) -> bool:
+    """Whether a correct candidate could differ like this in the working type.
+
+    Below float64 a rounding difference flips a near tie, and all that follows differs for that reason alone. In
+    bfloat16 no bound on values tells a bug from rounding as long as any choice differs.
+    """
+    choices = ("set", "token", "scores")
+    if numerics == "bfloat16":
+        return any(r.over for r in results if r.kind in choices)
+    return numerics == "float32" and first.kind in choices
 
 
 def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:

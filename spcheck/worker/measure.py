@@ -34,10 +34,12 @@ class Difference:
     note: str = ""
 
 
-def measure(expected: Tensor, actual: Tensor, bound: float) -> Difference:
+def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool = False) -> Difference:
     """Compares [rows, width] with [rows, width], in float64.
 
-    Equal means ``==``: -0 equals +0, equal infinities are equal, a NaN equals nothing.
+    Equal means ``==``: -0 equals +0, equal infinities are equal, a NaN equals nothing. With ``one_scale`` errors are
+    relative to the largest expected element of all rows: for index scores, sums of terms of either sign, of which a
+    row may hold a single one that almost cancels.
     """
     if expected.shape != actual.shape:
         return _misshapen(expected, actual)
@@ -51,6 +53,8 @@ def measure(expected: Tensor, actual: Tensor, bound: float) -> Difference:
     gap = (a - e).abs().masked_fill_(same, 0.0).nan_to_num_(nan=math.inf, posinf=math.inf)
     row_gap, channel = gap.max(dim=1)
     size = e.abs().nan_to_num(nan=0.0, posinf=0.0).amax(dim=1)
+    if one_scale:
+        size = size.amax().expand_as(size)
     row_error = torch.where(row_gap > 0, row_gap / size, 0.0)
     worst = int(row_error.argmax())
     at = int(channel[worst])

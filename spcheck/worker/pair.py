@@ -121,7 +121,7 @@ class Comparison:
         if kind.startswith("by:"):
             ids = kind.removeprefix("by:")
             e, a = _by_id(e, expected[ids]), _by_id(a, actual[ids])
-        return measure(e, a, self._bound)
+        return measure(e, a, self._bound, one_scale=kind == "scores")
 
     def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
         counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=self._experts)
