@@ -143,10 +143,22 @@ def test_a_pickle_is_no_checkpoint(tmp_path):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", 3])
+OUTSIDE = ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "s\\x.safetensors", "..", "", "a\0.safetensors", 3]
+    "../x.safetensors",
+    "/x.safetensors",
+    "sub/x.safetensors",
+    "sub\\x.safetensors",
+    "..",
+    "",
+    "a\0.safetensors",
+    3,
+]
+
+
+@pytest.mark.parametrize("file", OUTSIDE)
 def test_an_index_that_points_outside_its_folder(tmp_path, file):
     write_index(tmp_path, {"weight_map": {"a": file}})
-    with pytest.raises(CheckpointError, match="points outside its folder"):
+    with pytest.raises(CheckpointError, match="no safetensors file of its folder"):
         Checkpoint(tmp_path)
 
 
