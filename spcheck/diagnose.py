@@ -27,7 +27,7 @@ def _hints(result: ProbeResult, tp: int, phase: Phase | None) -> Iterator[str]:
             yield f"{result.ratio:.3g} x the reference: scaled?"
     if result.max_rel == float("inf"):
         yield "not finite, or nothing where the reference is zero: a padded row that leaks?"
-    if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 0:
+    if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 1:
         yield f"only on rank {result.ranks_over[0]}"
     if phase is not None and result.rows_over == 1 and result.first is not None and phase.real > 1:
         request, position = phase.row(phase.real - 1)

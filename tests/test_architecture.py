@@ -79,7 +79,12 @@ def test_the_subjects_share_no_computing_code(graph):
 
 def test_the_tool_is_layered(graph):
     def layer(name):
-        return next(i for i, names in enumerate(LAYERS) for n in names if name == n or name.startswith(n + ".") and n != "spcheck")
+        return next(
+            i
+            for i, names in enumerate(LAYERS)
+            for n in names
+            if name == n or (name.startswith(n + ".") and n != "spcheck")
+        )
 
     for name, targets in graph.items():
         if name.startswith("spcheck"):

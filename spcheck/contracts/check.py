@@ -71,7 +71,7 @@ def check_work(plan: Plan, reports: Reports, other_choices: Collection[tuple[str
     """Rows each expert computed: the reference's choices exactly, plus all padded rows' where these are routed.
 
     Rows routed without skipping: graph padding, and under SP the rows a shard adds. ``other_choices`` are the
-    (probe, call) at which the candidate chose other experts, which is a finding of its own: there only the total counts.
+    (probe, call) at which the candidate chose other experts, a finding of its own: only the total counts there.
     """
     wanted = _expert_totals(reports)
     done = _work_by_global_expert(plan, reports)

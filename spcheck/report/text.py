@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
@@ -26,7 +26,7 @@ def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> 
         for line in _head(comparison):
             console.print(line)
         if comparison.results:
-            console.print(_table(comparison))
+            console.print(_table(comparison, width))
         for line in [*_contracts(comparison), *_findings(comparison), *_verdict(comparison)]:
             console.print(line)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
@@ -50,14 +50,14 @@ def _head(c: Comparison) -> Iterable[str]:
     yield ""
 
 
-def _table(c: Comparison) -> Table:
+def _table(c: Comparison, width: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("probes", justify="right")
-    table.add_column("bitwise", justify="right")
-    table.add_column("worst", justify="right", no_wrap=True)
-    table.add_column("")
-    table.add_column("worst at", no_wrap=True, overflow="ellipsis")
+    columns: list[tuple[str, JustifyMethod, int]] = [("", "left", 22), ("probes", "right", 6), ("equal", "right", 5)]
+    columns += [("worst", "right", 7), ("", "left", 7)]
+    for title, justify, least in columns:
+        table.add_column(title, justify=justify, min_width=least, no_wrap=True)
+    taken = sum(least + 2 for *_, least in columns)
+    table.add_column("where", no_wrap=True, overflow="ellipsis", max_width=width - taken)
     for name, results in _groups(c):
         table.add_row(name, *_cells(results))
     return table
@@ -95,7 +95,7 @@ def _cells(results: list[ProbeResult]) -> list[str]:
     first = next((r for r in results if r.over), None)
     state = "[red]DIFFERS[/]" if first else "ok" if seen else "nothing compared"
     shown = first or (worst if worst and worst.max_rel else None)
-    at = f"{_short(shown.probe)}, {_brief(shown)}" if shown else ""
+    at = f"{_brief(shown)} {_short(shown.probe)}" if shown else ""
     size = f"{shown.max_rel:.1e}" if shown and shown.kind not in ("set", "token") else "-" if shown else "0"
     return [str(len(seen)), str(equal), size, state, escape(at)]
 
@@ -118,7 +118,7 @@ def _contracts(c: Comparison) -> Iterable[str]:
     for name, unit, checked in (
         ("rows", "row counts", c.rows),
         ("collectives", "collectives", c.collectives),
-        ("expert work", "experts", c.work),
+        ("expert work", "expert counts", c.work),
     ):
         yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {tp} rank{'s' if tp > 1 else ''}"
 
@@ -143,21 +143,22 @@ def _verdict(c: Comparison) -> Iterable[str]:
     v = c.verdict
     yield ""
     if v.first_divergence is not None:
-        yield f"first divergence  {escape(v.first_divergence['probe'])}, {_where(v.first_divergence)}"
+        yield f"diverges at  {escape(v.first_divergence['probe'])}, {_where(v.first_divergence)}"
         if before := _last_equal(c):
-            yield f"equal until       {escape(before)}"
+            yield f"equal until  {escape(before)}"
     elif v.outcome == "EQUIVALENT":
-        yield f"largest difference  {escape(_largest(c))}"
-    yield f"repeat  {escape(c.plan.case.id)}"
-    counts = f"{c.bitwise_equal} of {c.compared} probes bitwise equal"
+        yield from (escape(line) for line in _largest(c))
+    yield f"repeat       {escape(c.plan.case.id)}"
+    counts = f"{c.compared} probes compared, {c.bitwise_equal} bitwise equal"
     yield f"[bold {_STYLES[v.outcome]}]{escape(verdict_line(c))}[/]  {counts}"
 
 
-def _largest(c: Comparison) -> str:
+def _largest(c: Comparison) -> Iterable[str]:
     worst = max(c.results, key=lambda r: r.max_rel)
     w = worst.worst or {}
-    size = f"{worst.max_rel:.1e} (bound {BOUNDS[c.plan.case.numerics]:.0e})"
-    return f"{size} in {worst.probe}, {place(w)}, its row {w.get('row')}, channel {w.get('channel')}"
+    bound = BOUNDS[c.plan.case.numerics]
+    yield f"largest      {worst.max_rel:.1e} of its row (bound {bound:.0e}) in {worst.probe}"
+    yield f"             {place(w)}, its row {w.get('row')}, channel {w.get('channel')}"
 
 
 def _where(at: dict[str, object]) -> str:

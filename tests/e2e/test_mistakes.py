@@ -30,7 +30,10 @@ def children():
     ("words", "says"),
     [
         ("--tp 5 --tokens 17", "--tp 5 does not divide num_attention_heads 12"),
-        ("--tp 2 --tokens 17 --set num_attention_heads=8 --set n_routed_experts=9 --set n_group=3", "n_routed_experts 9"),
+        (
+            "--tp 2 --tokens 17 --set num_attention_heads=8 --set n_routed_experts=9 --set n_group=3",
+            "n_routed_experts 9",
+        ),
         ("--tp 2 --tokens 0", "at least 1 token"),
         ("--tp 2 --tokens -3", "at least 1 token"),
         ("--tp 2 --tokens many", "not a valid integer"),

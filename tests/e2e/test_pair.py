@@ -1,0 +1,101 @@
+"""The healthy pair, over worlds, row counts, draft steps, padding and numerics: it must be found equivalent."""
+
+import itertools
+
+import pytest
+
+from spcheck.case import Case
+from tests.conftest import compare_case
+
+PASSES = ("EQUAL", "EQUIVALENT")
+
+
+def case(**options):
+    return Case(**{"backend": "loopback", **options})
+
+
+def assert_equivalent(case):
+    comparison = compare_case(case)
+    assert comparison.verdict.outcome in PASSES, (case.id, comparison.verdict.findings)
+    assert comparison.verdict.scheme == ("full-sp" if case.tp > 1 and case.scheme == "auto" else "tp")
+    for contract in (comparison.rows, comparison.collectives, comparison.work):
+        assert contract.checked > 0, case.id
+        assert not contract.breaches, case.id
+    return comparison
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 16, 17, 33])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_worlds_tokens_drafts_and_skipping(tp, tokens):
+    for steps, skip in itertools.product((0, 1, 2, 3), (True, False)):
+        comparison = assert_equivalent(case(tp=tp, requests=(tokens,), mtp_steps=steps, skip_padding=skip))
+        # 17 probes of a dense layer, 21 of a MoE layer, 29 of an MTP layer and draft step, 6 outside, 3 caches a layer.
+        expected = 2 * 17 + 3 * 21 + 6 + 29 * steps + 3 * (6 if steps else 5)
+        assert comparison.compared == expected
+
+
+@pytest.mark.parametrize("scheme", ["auto", "tp"])
+@pytest.mark.parametrize("content", ["zero", "random", "nan"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_graph_padding_never_reaches_a_real_row(scheme, content, skip):
+    options = {"padding_content": content, "skip_padding": skip, "scheme": scheme, "mtp_steps": 2}
+    for tp, requests, pad_to in ((2, (17,), 32), (4, (1,), 16), (3, (5, 1, 11), 24), (2, (3, 3), 6)):
+        assert_equivalent(case(tp=tp, requests=requests, pad_to=pad_to, **options))
+
+
+@pytest.mark.parametrize("requests", [(1, 1, 1), (5, 1, 11), (40,), (2, 9)])
+@pytest.mark.parametrize("scheme", ["auto", "tp"])
+def test_several_requests_and_auxiliary_states(requests, scheme):
+    for aux in ((), (0,), (1, 3), (0, 1, 2, 3, 4, 5), (5,)):
+        comparison = assert_equivalent(case(tp=2, requests=requests, aux_layers=aux, mtp_steps=2, scheme=scheme))
+        assert {r.probe for r in comparison.results if r.probe.startswith("model.aux")} == {
+            f"model.aux.{i}" for i in aux
+        }
+
+
+@pytest.mark.parametrize("tp", [6, 12])
+def test_more_ranks_than_rows(tp):
+    assert_equivalent(case(tp=tp, requests=(5,), mtp_steps=2))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (("model_type", "deepseek_v3"),),
+        (("n_group", 1), ("topk_group", 1)),
+        (("norm_topk_prob", False),),
+        (("n_shared_experts", 2),),
+        (("index_topk", 3),),
+        (("index_topk", 64),),
+        (("vocab_size", 251),),
+        (("moe_layer_freq", 2),),
+        (("first_k_dense_replace", 0),),
+        (("mtp_zero_first_embedding", True),),
+        (("latent_norm_eps", 1e-5), ("rms_norm_eps", 1e-5)),
+    ],
+    ids=lambda pairs: ",".join(f"{k}={v}" for k, v in pairs),
+)
+def test_other_models(overrides):
+    for scheme in ("auto", "tp"):
+        assert_equivalent(case(tp=2, requests=(17, 2), mtp_steps=2, overrides=overrides, scheme=scheme))
+
+
+def test_float32_within_its_bound():
+    for seed in range(6):
+        comparison = assert_equivalent(case(tp=2, requests=(17,), numerics="float32", seed=seed))
+        assert 1e-9 < max(r.max_rel for r in comparison.results) < 2e-5
+
+
+def test_bfloat16_is_inconclusive_where_a_choice_differs():
+    comparison = compare_case(case(tp=2, requests=(17,), numerics="bfloat16"))
+    flips = [r for r in comparison.results if r.kind == "set" and r.over]
+    assert flips, "seed 0 is known to flip a choice"
+    assert comparison.verdict.outcome == "INCONCLUSIVE"
+    assert comparison.verdict.exit_code == 3
+
+
+def test_float64_values_really_differ_and_by_rounding_only():
+    """The two sides are not one computation seen twice."""
+    comparison = assert_equivalent(case(tp=2, requests=(17,)))
+    assert comparison.bitwise_equal < comparison.compared / 4
+    assert 1e-16 < max(r.max_rel for r in comparison.results) < 1e-13
