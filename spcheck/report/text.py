@@ -57,7 +57,7 @@ def _table(c: Comparison, width: int) -> Table:
     for title, justify, least in columns:
         table.add_column(title, justify=justify, min_width=least, no_wrap=True)
     taken = sum(least + 2 for *_, least in columns)
-    table.add_column("where", no_wrap=True, overflow="ellipsis", max_width=width - taken)
+    table.add_column("where", no_wrap=True, overflow="ellipsis", max_width=width - taken - 2)
     for name, results in _groups(c):
         table.add_row(name, *_cells(results))
     return table
