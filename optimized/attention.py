@@ -26,7 +26,8 @@ class MLAAttention(nn.Module):
     def __init__(self, config: ModelConfig, loader: Loader, tp: Communicator, rotary: RotaryTable) -> None:
         super().__init__()
         block, eps = Block.of(tp), config.latent_norm_eps
-        self.heads = config.num_attention_heads // tp.size
+        own = block.span(config.num_attention_heads, "num_attention_heads")
+        self.heads = own.stop - own.start
         self.widths = [config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim]
         self.latent_width = config.kv_lora_rank
         self.scale = attention_scale(config)
@@ -88,7 +89,7 @@ class MLAAttention(nn.Module):
 
     def _attend_chunk(self, query: Tensor, slots: Tensor, unused: Tensor) -> Tensor:
         """[c,h,rk+dr], slots [c,k], unused [c,1,k] -> weighted latents [c,h,rk]."""
-        keys = self.cache[slots]
+        keys = self.cache.index_select(0, slots.flatten()).view(*slots.shape, -1)
         logits = torch.bmm(query, keys.mT).to(statistics_dtype(query.dtype)) * self.scale
         weights = self.softmax(logits.masked_fill(unused, -torch.inf)).to(query.dtype)
         return torch.bmm(weights, keys[..., : self.latent_width])

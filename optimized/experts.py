@@ -56,9 +56,9 @@ class FusedExperts(nn.Module):
         pairs, counts = self.permute(ids)
         sizes = counts.tolist()
         pairs = pairs[: sum(sizes)]
-        rows = hidden[pairs.div(ids.shape[1], rounding_mode="floor")]
+        rows = hidden.index_select(0, pairs.div(ids.shape[1], rounding_mode="floor"))
         inner = self.act_fn(_grouped_mm(rows, self.w13, sizes))
-        out = _grouped_mm(inner, self.w2, sizes) * weights.flatten()[pairs].unsqueeze(-1)
+        out = _grouped_mm(inner, self.w2, sizes) * weights.flatten().index_select(0, pairs).unsqueeze(-1)
         # Every pair has its own place: deterministic on any device, and a NaN stays in its row.
         by_choice = out.new_zeros(ids.numel(), out.shape[1]).index_copy_(0, pairs, out)
         return by_choice.view(*ids.shape, -1).sum(dim=1).to(hidden.dtype)

@@ -73,7 +73,7 @@ class _Rotary(nn.Module):
 
     def turns(self, x: Tensor, positions: Tensor) -> Tensor:
         """cis [n, dr/2], or [n, 1, dr/2] for an x with heads."""
-        cis = self.table.cis[positions]
+        cis = self.table.cis.index_select(0, positions)
         return cis if x.dim() == 2 else cis.unsqueeze(1)
 
 
@@ -95,4 +95,5 @@ class HalfSplitRotary(_Rotary):
         half = self.table.frequencies.shape[0]
         wide = x.to(self.table.frequencies.dtype)
         pairs = torch.complex(wide[..., :half], wide[..., half : 2 * half]) * self.turns(x, positions)
-        return torch.cat([pairs.real.to(x.dtype), pairs.imag.to(x.dtype), x[..., 2 * half :]], dim=-1)
+        first, second = torch.view_as_real(pairs).to(x.dtype).unbind(-1)
+        return torch.cat([first, second, x[..., 2 * half :]], dim=-1)
