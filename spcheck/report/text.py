@@ -157,7 +157,8 @@ def _largest(c: Comparison) -> Iterable[str]:
     worst = max(c.results, key=lambda r: r.max_rel)
     w = worst.worst or {}
     bound = BOUNDS[c.plan.case.numerics]
-    yield f"largest      {worst.max_rel:.1e} of its row (bound {bound:.0e}) in {worst.probe}"
+    yield f"largest      {worst.max_rel:.1e} of its row, bound {bound:.0e}"
+    yield f"             {worst.probe}"
     yield f"             {place(w)}, its row {w.get('row')}, channel {w.get('channel')}"
 
 

@@ -1,0 +1,169 @@
+"""Judging and showing, on reports written by hand: no run, so that every rule is tried alone."""
+
+import copy
+import json
+
+import pytest
+
+from spcheck.case import Case
+from spcheck.judge import EXIT_CODES, outcome_of, worst
+from spcheck.merge import merge_probes
+from spcheck.plan import make_plan
+from spcheck.report.json import to_json
+from spcheck.report.text import to_text, verdict_line
+from spcheck.verdict import conclude
+
+PLAN = make_plan(Case(requests=(3,), tp=2, mtp_steps=0))
+SILENT = {"rows": [], "collectives": {}, "work": [], "silent": []}
+
+
+def difference(**values):
+    base = {"rows": 2, "unequal_rows": 0, "max_abs": 0.0, "max_rel": 0.0, "worst_row": None, "worst_channel": None}
+    base |= {
+        "worst_expected": None,
+        "worst_actual": None,
+        "first_over": None,
+        "rows_over": 0,
+        "ratio": None,
+        "note": "",
+    }
+    return {**base, **values}
+
+
+def wrong(size=0.5, **values):
+    places = {"worst_row": 0, "worst_channel": 4, "worst_expected": 1.0, "worst_actual": 1.0 + size, "first_over": 0}
+    return difference(unequal_rows=1, rows_over=1, max_abs=size, max_rel=size, **places, **values)
+
+
+def row(probe, diff, kind="value", **more):
+    return {"probe": probe, "phase": "target", "call": 0, "kind": kind, "difference": diff, **more}
+
+
+def reports(*rows_by_rank):
+    return [
+        {"rank": rank, "probes": list(rows), "expert_rows": [], "reference": copy.deepcopy(SILENT),
+         "candidate": {**copy.deepcopy(SILENT), "scheme": "full-sp"}}
+        for rank, rows in enumerate(rows_by_rank)
+    ]  # fmt: skip
+
+
+def judged(*rows_by_rank, failure=None, plan=PLAN):
+    return conclude(plan, reports(*rows_by_rank), {}, failure)
+
+
+def test_the_worst_outcome_wins():
+    assert worst(["EQUAL", "INCONCLUSIVE", "EQUIVALENT"]) == "INCONCLUSIVE"
+    assert worst(["FAILED", "DIVERGED"]) == "FAILED"
+    assert outcome_of(0, 0, []) == "INCONCLUSIVE", "nothing compared is no pass"
+    assert EXIT_CODES == {"EQUAL": 0, "EQUIVALENT": 0, "DIVERGED": 1, "INCONCLUSIVE": 3, "FAILED": 4}
+
+
+def test_bitwise_equal_everywhere_is_equal():
+    c = judged([row("model.norm.out", difference())], [row("model.norm.out", difference(rows=1))])
+    assert (c.verdict.outcome, c.compared, c.bitwise_equal) == ("EQUAL", 1, 1)
+    assert c.results[0].rows == 3
+
+
+def test_within_the_bound_is_equivalent():
+    c = judged([row("a", difference(unequal_rows=1, max_rel=1e-15, worst_row=0))], [])
+    assert c.verdict.outcome == "EQUIVALENT"
+    assert c.verdict.first_divergence is None
+
+
+def test_the_first_divergence_is_the_first_in_execution_order():
+    at = {"first": {"request": 0, "position": 2}, "worst": {"request": 0, "position": 2}}
+    rows = [row("a", difference()), row("b", difference()), row("c", wrong())]
+    c = judged(rows, [row("a", difference()), row("b", wrong(0.1), **at), row("c", difference())])
+    assert c.verdict.outcome == "DIVERGED"
+    assert c.verdict.first_divergence == {"probe": "b", "call": 0, "request": 0, "position": 2, "rank": 1}
+    (finding,) = c.verdict.findings
+    assert "b: 1.0e-01 over bound 1.0e-12 on 1 of 4 rows, first at request 0 token 2, rank 1" in finding.message
+    assert "channel 4: 1.1 for 1" in finding.message
+    assert "(1 later probes differ too)" in finding.message
+    assert "equal until  a" in to_text(c)
+
+
+def test_a_replica_that_differs_is_a_divergence_even_with_equal_rows():
+    fault = {"replica": {"rank": 1, "request": 0, "position": 1}}
+    c = judged([row("a", difference(), **fault)], [row("a", difference())])
+    assert c.verdict.outcome == "DIVERGED"
+    assert "the replicas on rank 0 and rank 1 differ" in c.verdict.findings[0].message
+
+
+def test_a_reference_that_differs_from_itself_proves_nothing():
+    fault = {"reference_replica": {"rank": 1, "request": 0, "position": 1}}
+    c = judged([row("a", difference(), **fault)], [row("a", difference())])
+    assert c.verdict.outcome == "INCONCLUSIVE"
+    assert "the reference differs from itself" in c.verdict.findings[0].message
+
+
+def test_an_unpaired_and_a_silent_probe_never_pass():
+    c = judged([row("a", difference()), {**row("model.aux.1", difference()), "unpaired": "reference"}], [])
+    assert c.verdict.outcome == "DIVERGED"
+    quiet = reports([row("a", difference())], [])
+    quiet[0]["candidate"]["silent"] = ["model.norm.out"]
+    c = conclude(PLAN, quiet, {}, None)
+    assert c.verdict.outcome == "DIVERGED"
+    assert "model.norm.out: declared by the candidate, and never fired" in c.verdict.findings[0].message
+
+
+def test_another_active_scheme_is_told():
+    other = reports([row("a", difference())], [])
+    other[1]["candidate"]["scheme"] = "tp"
+    c = conclude(PLAN, other, {}, None)
+    assert c.verdict.outcome == "DIVERGED"
+    assert "scheme tp is active in the candidate, full-sp expected" in c.verdict.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("numerics", "kind", "outcome"),
+    [
+        ("float64", "set", "DIVERGED"),
+        ("float32", "set", "INCONCLUSIVE"),
+        ("float32", "value", "DIVERGED"),
+        ("bfloat16", "set", "INCONCLUSIVE"),
+        ("bfloat16", "value", "DIVERGED"),
+    ],
+)
+def test_a_choice_that_differs(numerics, kind, outcome):
+    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
+    assert judged([row("a", wrong(), kind)], [], plan=plan).verdict.outcome == outcome
+
+
+def test_a_failure_outranks_what_was_compared():
+    c = judged([row("a", wrong())], [], failure="rank 1 raised ValueError: no")
+    assert c.verdict.outcome == "FAILED"
+    assert "failed  rank 1 raised ValueError: no" in to_text(c)
+
+
+def test_hints():
+    ratio = judged([row("a", wrong(ratio=2.0, rows=1))], []).verdict.findings[0].message
+    assert "2 x the reference: summed 2 times?" in ratio
+    less = judged([row("a", wrong(ratio=0.5, rows=1))], []).verdict.findings[0].message
+    assert "0.5 x the reference: not summed over the 2 ranks?" in less
+    last = {"first": {"request": 0, "position": 2}, "worst": {"request": 0, "position": 2}}
+    assert (
+        "only the last row: trimming or padding?" in judged([row("a", wrong(), **last)], []).verdict.findings[0].message
+    )
+    assert "not finite" in judged([row("a", wrong(float("inf")))], []).verdict.findings[0].message
+
+
+def test_json_has_no_infinity_and_text_no_markup_of_names():
+    c = judged([row("model.[red]x[/]", wrong(float("inf")))], [])
+    document = json.loads(to_json(c), parse_constant=lambda name: pytest.fail(name))
+    assert document["probes"][0]["max_rel"] is None
+    assert "model.[red]x[/]" in to_text(c)
+
+
+def test_the_verdict_line_says_when_sp_did_not_run():
+    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, scheme="tp"))
+    told = reports([row("a", difference())], [])
+    for report in told:
+        report["candidate"]["scheme"] = "tp"
+    c = conclude(plan, told, {}, None)
+    assert verdict_line(c) == "EQUAL, scheme tp: SP not exercised"
+
+
+def test_merging_keeps_the_order_of_the_rank_that_saw_most():
+    merged = merge_probes(reports([row("b", difference())], [row("a", difference()), row("b", difference())]))
+    assert [r.probe for r in merged] == ["a", "b"]
