@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +11,7 @@ from reference.checkpoint import CheckpointError, TensorReader
 from reference.config import ModelConfig
 from reference.layout import optional_copies, tensor_shapes
 from reference.moe import Gate
-
-
-@runtime_checkable
-class Sliced(Protocol):
-    """A module of whose weight every rank holds a part."""
-
-    def slice_weight(self, full: Tensor) -> Tensor:
-        """This rank's part."""
+from reference.parallel import Sliced
 
 
 def load_weights(

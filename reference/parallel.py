@@ -30,7 +30,15 @@ class Communicator(Protocol):
         """[m, ...] -> [size * m, ...], in rank order."""
 
 
-class ColumnParallelLinear(Linear):
+class Sliced(nn.Module):
+    """A module of whose weight every rank holds a part."""
+
+    def slice_weight(self, full: Tensor) -> Tensor:
+        """This rank's part of the stored weight."""
+        raise NotImplementedError
+
+
+class ColumnParallelLinear(Sliced, Linear):
     """A linear layer of which this rank computes its block of the outputs: [.., in] -> [.., out / t]."""
 
     def __init__(self, in_features: int, out_features: int, tp: Communicator) -> None:
@@ -42,7 +50,7 @@ class ColumnParallelLinear(Linear):
         return full.chunk(self.tp.size, dim=0)[self.tp.rank]
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(Sliced, Linear):
     """A linear layer over this rank's block of the inputs: [.., in / t] -> [.., out], a partial sum.
 
     With ``reduce`` the partial sums of all ranks are added.
@@ -63,7 +71,7 @@ class RowParallelLinear(Linear):
         return self.tp.all_reduce(partial) if self.reduce else partial
 
 
-class VocabularyTable(nn.Module):
+class VocabularyTable(Sliced):
     """This rank's rows [v, D] of a table [V, D]; rows past V are zero."""
 
     def __init__(self, vocabulary: int, width: int, tp: Communicator) -> None:

@@ -43,7 +43,7 @@ def build(
             raise ValueError(f"auxiliary layer {layer} is not in 0 .. {config.num_hidden_layers}")
     engine = Engine(config, tp, aux_layers)
     load_weights(engine, config, weights, dtype=dtype, device=device)
-    return engine.eval()
+    return engine
 
 
 def taps(config: ModelConfig, *, scheme: str = "reference", aux_layers: tuple[int, ...] = ()) -> dict[str, Tap]:

@@ -32,6 +32,8 @@ SETTINGS = {
     "all-dense": {"first_k_dense_replace": 3},
     "unequal-mscales": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     "yarn-ramp-of-no-width": {"rope_parameters": YARN | {"beta_fast": 1, "beta_slow": 1, "factor": 40.0}},
+    "yarn-ramp-inside": {"rope_parameters": YARN | {"original_max_position_embeddings": 4096}, "qk_rope_head_dim": 20},
+    "yarn-ramp-to-the-end": {"rope_parameters": YARN | {"original_max_position_embeddings": 4096, "rope_theta": 100.0}},
     "wide-rotary": {"qk_rope_head_dim": 20, "v_head_dim": 30, "qk_nope_head_dim": 6},
     "choose-everything": {"num_experts_per_tok": 6},
 }

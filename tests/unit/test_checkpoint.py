@@ -143,7 +143,7 @@ def test_a_pickle_is_no_checkpoint(tmp_path):
         Checkpoint(tmp_path)
 
 
-OUTSIDE = ["../x.safetensors", "/x.safetensors", "sub/x.safetensors", "s\\x.safetensors", "..", "", "a\0.safetensors", 3]
+OUTSIDE = [
     "../x.safetensors",
     "/x.safetensors",
     "sub/x.safetensors",
