@@ -31,9 +31,10 @@ class Loader:
         """Whether the checkpoint has this tensor."""
         return self.prefix + name in self._names
 
-    def full(self, name: str) -> Tensor:
-        """The whole tensor."""
-        return self._own(self.reader.tensor(self.prefix + name))
+    def full(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The whole tensor, in the working type unless another is given."""
+        stored = self.reader.tensor(self.prefix + name)
+        return stored.to(self.device, dtype or self.dtype, copy=True).contiguous()
 
     def rows(self, name: str, block: Block) -> Tensor:
         """The block of dim 0."""

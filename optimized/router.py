@@ -17,8 +17,9 @@ class Gate(nn.Module):
     def __init__(self, config: ModelConfig, loader: Loader) -> None:
         super().__init__()
         kind = statistics_dtype(loader.dtype)
-        self.weight = nn.Parameter(loader.full("weight").to(kind), requires_grad=False)
-        bias = loader.full("e_score_correction_bias").to(kind)
+        # From the stored type: by way of bfloat16 the bias alone would decide close choices.
+        self.weight = nn.Parameter(loader.full("weight", kind), requires_grad=False)
+        bias = loader.full("e_score_correction_bias", kind)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         self.score = Score()
         self.choose = ChooseExperts(config.num_experts_per_tok, config.n_group, config.topk_group)

@@ -135,6 +135,8 @@ def _check_rows(case: Case, config: ModelConfig) -> None:
         raise UsageError(f"--mtp-steps must be 0 or more, not {case.mtp_steps}")
     if case.mtp_steps and not config.num_nextn_predict_layers:
         raise UsageError(f"--mtp-steps {case.mtp_steps} needs an MTP layer and {case.model} has none")
+    if config.num_nextn_predict_layers > 1:
+        raise UsageError(f"{config.num_nextn_predict_layers} MTP layers are not supported yet, only 1")
     longest = max(case.requests) + max(case.mtp_steps - 1, 0)
     if longest > config.max_position_embeddings:
         raise UsageError(f"{longest} positions are more than max_position_embeddings {config.max_position_embeddings}")

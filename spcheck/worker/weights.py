@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from reference.checkpoint import Checkpoint, RandomWeights, TensorReader, check_tensors
+from reference.config import ModelConfig
 from spcheck.plan import Plan
 
 
@@ -14,7 +17,13 @@ def open_weights(plan: Plan) -> TensorReader:
     """
     if plan.folder is not None:
         return Checkpoint(plan.folder)
-    return RandomWeights(plan.config, plan.case.seed)
+    return _random_weights(plan.config, plan.case.seed)
+
+
+@lru_cache(maxsize=1)
+def _random_weights(config: ModelConfig, seed: int) -> RandomWeights:
+    """One reader for all ranks that are threads, and for cases of one model that follow each other."""
+    return RandomWeights(config, seed)
 
 
 def check_weights(plan: Plan) -> None:

@@ -27,6 +27,7 @@ def case(**options):
         ({"aux_layers": (-1,)}, "--aux-layers -1 is outside 0..5"),
         ({"mtp_steps": -1}, "--mtp-steps must be 0 or more"),
         ({"overrides": (("num_nextn_predict_layers", 0),)}, "needs an MTP layer"),
+        ({"overrides": (("num_nextn_predict_layers", 2),)}, "2 MTP layers are not supported yet"),
         ({"requests": (4097,)}, "4097 positions are more than max_position_embeddings 4096"),
         ({"scheme": "full-sp", "tp": 1}, "--scheme full-sp cannot be: sequence parallelism needs tp > 1"),
         ({"scheme": "full-sp", "overrides": (("pipeline_parallel_size", 2),)}, "a pipeline stage would receive shards"),
