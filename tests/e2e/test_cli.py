@@ -79,7 +79,7 @@ def test_gloo(line):
 
 def test_both_backends_give_the_same_numbers():
     """Two ranks: a sum of two has one order, so that even the last bit must agree."""
-    line = "--tp 2 --requests 5,1,11 --mtp-steps 2 --pad-to 32 --aux-layers 0,3".split()
+    line = ["--tp", "2", "--requests", "5,1,11", "--mtp-steps", "2", "--pad-to", "32", "--aux-layers", "0,3"]
     threads, processes = (result_of(*line, "--backend", backend) for backend in ("loopback", "gloo"))
     assert threads["probes"] == processes["probes"]
     assert threads["contracts"] == processes["contracts"]
@@ -138,8 +138,8 @@ def test_a_folder_named_reference_where_the_user_stands_is_not_imported(tmp_path
 
 def test_a_checkpoint_folder(tmp_path):
     from reference.checkpoint import RandomWeights, write_checkpoint
-    from spcheck.plan import load_model
     from spcheck.case import Case
+    from spcheck.plan import load_model
 
     preset = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
     raw = json.loads(preset.read_text())
