@@ -168,7 +168,7 @@ def test_ctrl_c_ends_every_rank(long_run, tmp_path):
     long_run.send_signal(signal.SIGINT)
     _, errors = long_run.communicate(timeout=20)
     assert long_run.returncode == 130
-    assert errors == "spcheck: interrupted\n"
+    assert errors.strip() == "spcheck: interrupted"  # click ends the line of a ^C first
     wait_until(lambda: not any(map(alive, started)))
     assert list(tmp_path.iterdir()) == []
 
