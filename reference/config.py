@@ -1,6 +1,6 @@
 """The model's sizes, read from a published ``config.json``. No torch is imported here.
 
-Symbols in the comments are those of the DeepSeek V3.2 papers and of docs/model.md.
+The comments name the symbols that the models use for the sizes.
 """
 
 from __future__ import annotations

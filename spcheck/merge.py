@@ -90,6 +90,6 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
         result.first = min((f for f in (result.first, first) if f), key=_place)
 
 
-def _place(where: dict[str, Any]) -> tuple[int, int, int]:
+def _place(where: dict[str, Any]) -> tuple[int, ...]:
     missing = -1  # a misshapen value has no row: it comes first
-    return tuple(missing if where[k] is None else where[k] for k in ("request", "position", "rank"))  # type: ignore[return-value]
+    return tuple(missing if where[k] is None else where[k] for k in ("request", "position", "rank"))

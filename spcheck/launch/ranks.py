@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -59,8 +60,7 @@ def run_processes(plan: Plan, backend: str, folder: Path) -> list[Report]:
         os.close(send)
         pipes[rank] = os.fdopen(receive, "rb")
         children[rank] = child
-    reports = _collect(plan, pipes, children)
-    return [reports[rank] for rank in sorted(reports)]
+    return _Reports(pipes, children).collect()
 
 
 def _be_rank(plan: Plan, backend: str, folder: Path, rank: int, send: int) -> None:
@@ -110,30 +110,47 @@ def _send(descriptor: int, report: Report) -> None:
         pipe.write(json.dumps(report).encode() + b"\n")
 
 
-def _collect(plan: Plan, pipes: dict[int, BinaryIO], children: dict[int, int]) -> dict[int, Report]:
-    """Reads every rank's report; once one has failed the others get a moment, then they are killed."""
-    data: dict[int, bytes] = dict.fromkeys(pipes, b"")
-    reports: dict[int, Report] = {}
-    deadline: float | None = None
-    with DefaultSelector() as selector:
+class _Reports:
+    """What forked ranks write, read until every pipe is closed; after the first failure the others get a moment."""
+
+    def __init__(self, pipes: dict[int, BinaryIO], children: dict[int, int]) -> None:
+        self._children = children
+        self._data: dict[int, bytes] = dict.fromkeys(pipes, b"")
+        self._reports: dict[int, Report] = {}
+        self._deadline: float | None = None
+        self._selector = DefaultSelector()
         for rank, pipe in pipes.items():
-            selector.register(pipe, EVENT_READ, rank)
-        while selector.get_map():
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            ready = selector.select(left)
-            if not ready and deadline is not None:
-                _kill(children, set(pipes) - set(reports))
-                deadline = None
-            for key, _ in ready:
-                rank = key.data
-                chunk = os.read(key.fd, 1 << 16)
-                data[rank] += chunk
-                if not chunk:
-                    selector.unregister(key.fileobj)
-                    reports[rank] = _finished(rank, data[rank], children[rank])
-                    if "error" in reports[rank] and deadline is None:
-                        deadline = time.monotonic() + _GRACE
-    return reports
+            self._selector.register(pipe, EVENT_READ, rank)
+
+    def collect(self) -> list[Report]:
+        """One report per rank, in rank order."""
+        with self._selector:
+            while self._selector.get_map():
+                self._read_some()
+        return [self._reports[rank] for rank in sorted(self._reports)]
+
+    def _read_some(self) -> None:
+        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        ready = self._selector.select(left)
+        if not ready:
+            self._kill_the_rest()
+        for key, _ in ready:
+            chunk = os.read(key.fd, 1 << 16)
+            self._data[key.data] += chunk
+            if not chunk:
+                self._selector.unregister(key.fileobj)
+                self._end(key.data)
+
+    def _end(self, rank: int) -> None:
+        report = _finished(rank, self._data[rank], self._children[rank])
+        self._reports[rank] = report
+        if "error" in report and self._deadline is None:
+            self._deadline = time.monotonic() + _GRACE
+
+    def _kill_the_rest(self) -> None:
+        self._deadline = None
+        for rank in set(self._children) - set(self._reports):
+            os.kill(self._children[rank], signal.SIGKILL)
 
 
 def _finished(rank: int, data: bytes, child: int) -> Report:
@@ -145,8 +162,3 @@ def _finished(rank: int, data: bytes, child: int) -> Report:
     code = os.waitstatus_to_exitcode(status)
     how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code} and no report"
     return {"rank": rank, "error": {"type": "RankDied", "message": how}, "failed_at": time.monotonic()}
-
-
-def _kill(children: dict[int, int], ranks: set[int]) -> None:
-    for rank in ranks:
-        os.kill(children[rank], 9)
