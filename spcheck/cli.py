@@ -169,11 +169,19 @@ def _show(comparison: Comparison, target: Path | str | None) -> None:
     to_stderr = target == "-"
     stream = sys.stderr if to_stderr else sys.stdout
     width = max(80, shutil.get_terminal_size().columns)
-    click.echo(to_text(comparison, color=stream.isatty(), width=width), err=to_stderr, nl=False)
+    _echo(to_text(comparison, color=stream.isatty(), width=width), err=to_stderr)
     if target == "-":
-        click.echo(to_json(comparison), nl=False)
+        _echo(to_json(comparison))
     elif isinstance(target, Path):
         _write(target, to_json(comparison))
+
+
+def _echo(text: str, *, err: bool = False) -> None:
+    """Prints; a reader that has gone away (``| head``) changes nothing about the verdict and its exit code."""
+    try:
+        click.echo(text, err=err, nl=False)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
 
 
 def _write(path: Path, text: str) -> None:

@@ -76,8 +76,9 @@ def check_work(plan: Plan, reports: Reports, other_choices: Collection[tuple[str
     wanted = _expert_totals(reports)
     done = _work_by_global_expert(plan, reports)
     breaches = []
-    for (layer, call), counts in done.items():
-        expected = wanted.get((layer, call), [0] * len(counts))
+    nothing = [0] * plan.config.n_routed_experts
+    for layer, call in {**wanted, **done}:
+        expected, counts = wanted.get((layer, call), nothing), done.get((layer, call), nothing)
         if (f"{layer}.mlp.gate.choose.out", call) in other_choices:
             expected, counts = [sum(expected)], [sum(counts)]
         breaches += _wrong_work(plan, f"{layer}.mlp.experts.work", call, expected, counts)

@@ -38,7 +38,8 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
 
     plan = make_plan(Case.from_json(request["case"]))
     try:
-        backend = _backend(plan.case.backend, plan.case.tp, torch.cuda.device_count())
+        gpus = _gpus() if torch.version.cuda and plan.case.backend in ("auto", "nccl") else 0
+        backend = _backend(plan.case.backend, plan.case.tp, gpus)
         check_weights(plan)
     except (UsageError, CheckpointError) as error:
         _say(channel, {"event": "refused", "message": str(error)})
@@ -47,6 +48,16 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
     threads = backend == "loopback"
     reports = run_threads(plan) if threads else run_processes(plan, backend, Path(request["folder"]))
     _say(channel, {"event": "done", "reports": reports})
+
+
+def _gpus() -> int:
+    """GPUs of this machine, counted in a child: a process that has called CUDA cannot fork ranks that use it."""
+    import torch
+
+    child = os.fork()
+    if child == 0:
+        os._exit(min(torch.cuda.device_count(), 255))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _backend(asked: str, ranks: int, gpus: int) -> str:

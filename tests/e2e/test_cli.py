@@ -190,6 +190,14 @@ def test_a_killed_command_leaves_no_rank(long_run):
     wait_until(lambda: not any(map(alive, started)))
 
 
+def test_a_reader_that_goes_away_does_not_change_the_exit_code():
+    command = " ".join([*SPCHECK, "diff", "--tp", "1", "--tokens", "3", "--backend", "loopback"])
+    for options, code in (("", 0), ("--require-scheme full-sp", 3)):
+        words = ["bash", "-c", f"{command} {options} | true; echo ${{PIPESTATUS[0]}}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert (done.stdout, done.stderr) == (f"{code}\n", "")
+
+
 def test_a_run_over_its_time_is_failed():
     done = spcheck("diff", "--tokens", "3000", "--timeout", "2")
     assert done.returncode == 4
