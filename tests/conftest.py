@@ -1,5 +1,7 @@
 """Shared fixtures. Every xdist worker computes with one thread: the ranks are the parallelism."""
 
+import gc
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from spcheck.plan import make_plan
 from spcheck.verdict import Comparison, conclude
 
 torch.set_num_threads(1)
+gc.freeze()  # as the host does: torch's own objects are not visited by every collection
 
 
 @pytest.fixture

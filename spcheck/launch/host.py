@@ -6,6 +6,7 @@ In: one request, ``{"case": ..., "folder": ...}``. Out: ``{"event": "ready", "en
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -36,6 +37,7 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
     from spcheck.plan import make_plan
     from spcheck.worker.weights import check_weights
 
+    gc.freeze()  # the half million objects of the imports live as long as the process: no need to visit them again
     plan = make_plan(Case.from_json(request["case"]))
     try:
         gpus = _gpus() if torch.version.cuda and plan.case.backend in ("auto", "nccl") else 0

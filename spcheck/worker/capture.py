@@ -40,16 +40,17 @@ class Capture:
         self._stack: list[str] = []
         self._handles: list[Any] = []
         modules = dict(root.named_modules())
-        for name, module in modules.items():
-            self._track(name, module)
         for probe, tap in taps.items():
             if tap[0] not in modules:
                 raise TapError(f"probe {probe} is tapped at {tap[0]!r}, which is no module of the subject")
+        for name in sorted({above for tap in taps.values() for above in _ancestry(tap[0])}):
+            self._track(name, modules[name])
+        for probe, tap in taps.items():
             self._watch(probe, modules[tap[0]], side=tap[1], index=tap[2])
 
     @property
     def module(self) -> str:
-        """The innermost module whose forward is running."""
+        """The innermost probed module, or module with one below it, whose forward is running."""
         return self._stack[-1] if self._stack else ""
 
     @property
@@ -95,6 +96,12 @@ class Capture:
         self.fired.add(probe)
         # A clone: a slice would keep its whole storage alive, and fused norms write in place.
         self.pieces.append(Piece(probe, value.detach().clone()))
+
+
+def _ancestry(name: str) -> list[str]:
+    """A module's name and those of the modules it is in, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 class PaddingWriter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,7 @@ class Comparison:
         kind = self._kinds.get(probe, "value")
         difference = self._difference(probe, kind, expected, actual)
         owned = owned_rows(kind, phase, self._world.rank, self._world.size)
-        return {"difference": asdict(difference), **_located(difference, owned)}
+        return {"difference": vars(difference), **_located(difference, owned)}
 
     def _difference(self, probe: str, kind: str, expected: Values, actual: Values) -> Difference:
         e, a = expected[probe], actual[probe]

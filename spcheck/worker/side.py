@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -129,5 +128,9 @@ class Side:
             else:
                 rows.setdefault(piece.probe, []).append(piece.value.shape[0])
         self.log["rows"] += [[probe, phase.call, counts] for probe, counts in rows.items()]
-        self.log["collectives"][f"{phase.kind} {phase.call}"] = [asdict(record) for record in self._records]
+        self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
         self._records.clear()
+
+
+def _plain(record: CollectiveRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in CollectiveRecord.__slots__}
