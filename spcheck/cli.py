@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
-import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import click
 from spcheck import __version__
 from spcheck.case import BACKENDS, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
 from spcheck.errors import SpcheckError, UsageError
+from spcheck.output import JsonTarget, echo, progress, wants_color, width
 
 if TYPE_CHECKING:
     from spcheck.plan import Plan
@@ -64,7 +65,7 @@ def _json_or_text(text: str) -> Any:
 
 def _skip_padding_default() -> bool:
     """VLLM_MOE_SKIP_PADDING as engines read it: on unless it says 0."""
-    value = os.environ.get("VLLM_MOE_SKIP_PADDING", "1")
+    value = os.environ.get("VLLM_MOE_SKIP_PADDING") or "1"
     if value not in ("0", "1"):
         raise UsageError(f"VLLM_MOE_SKIP_PADDING must be 0 or 1, not {value!r}")
     return value == "1"
@@ -88,8 +89,8 @@ def _skip_padding_default() -> bool:
 @click.option("--require-scheme", type=click.Choice(SCHEMES[1:]), help="Exit 3 unless this scheme ran.")
 @click.option("--mtp-steps", type=int, default=1, show_default=True, help="Tokens to draft.")
 @click.option("--aux-layers", callback=_numbers, metavar="I,I,...", default="none", show_default=True,
-              help="Layers whose input is an auxiliary hidden state.")  # fmt: skip
-@click.option("--pad-to", type=int, help="Pads the step to a captured graph's row count.")
+              help="Layers whose input is kept as an auxiliary hidden state (EAGLE-style drafters).")  # fmt: skip
+@click.option("--pad-to", type=int, help="Pads the step to this many rows, as a captured CUDA graph does.")
 @click.option("--skip-padding/--no-skip-padding", default=None,
               help="Whether padded rows are routed; default from VLLM_MOE_SKIP_PADDING, else skipped.")  # fmt: skip
 @click.option("--padding-content", type=click.Choice(PADDING_CONTENTS), default="zero", show_default=True,
@@ -99,14 +100,21 @@ def _skip_padding_default() -> bool:
 @click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds until a run counts as hung.")
 @click.option("--json", "json_target", help="Also writes the result as JSON: a file, or - for stdout.")
 def diff(tokens: int | None, requests: tuple[int, ...] | None, json_target: str | None, **options: Any) -> None:
-    """Runs the pair on one case and compares every layer.
+    """Runs the pair on one case and compares every layer. --tokens or --requests is needed.
 
     \b
-    Example: spcheck diff --tp 2 --tokens 17
-    Exit codes: 0 equal or equivalent, 1 diverged, 2 usage, 3 inconclusive, 4 failed, 70 internal, 130 interrupted.
+    Examples:
+      spcheck diff --tp 2 --tokens 17
+      spcheck diff --tp 4 --requests 5,1,11 --mtp-steps 3 --aux-layers 0,2,5
+      spcheck diff --tp 2 --tokens 17 --set index_topk=4 --set n_group=1 --set topk_group=1
+
+    \b
+    Exit codes:
+      0 EQUAL or EQUIVALENT    1 DIVERGED        2 usage, impossible case
+      3 INCONCLUSIVE           4 FAILED          70 internal error, 130 interrupted
     """
     case = _case(tokens, requests, options)
-    target = _checked_target(json_target)
+    target = None if json_target is None else JsonTarget(json_target)
     comparison = _compare(case)
     _show(comparison, target)
     sys.exit(comparison.verdict.exit_code)
@@ -119,19 +127,9 @@ def _case(tokens: int | None, requests: tuple[int, ...] | None, options: dict[st
         raise UsageError("there is no request: give --tokens N or --requests N,N,...")
     if options["skip_padding"] is None:
         options["skip_padding"] = _skip_padding_default()
-    if options["timeout"] <= 0:
-        raise UsageError(f"--timeout must be positive, not {options['timeout']:g}")
+    if not 0 < options["timeout"] < math.inf:
+        raise UsageError(f"--timeout must be a positive number of seconds, not {options['timeout']:g}")
     return Case(requests=requests if requests is not None else (tokens or 0,), **options)
-
-
-def _checked_target(target: str | None) -> Path | str | None:
-    """The JSON target; a file that cannot be written is told before the run, not after it."""
-    if target is None or target == "-":
-        return target
-    path = Path(target)
-    if path.is_dir() or not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-        raise UsageError(f"--json {target} cannot be written")
-    return path
 
 
 def _compare(case: Case) -> Comparison:
@@ -139,78 +137,61 @@ def _compare(case: Case) -> Comparison:
     from spcheck.plan import make_plan
 
     plan: Plan = make_plan(case)
-    with _progress() as say:
+    with progress() as say:
         log = run_case(case, say)
     from spcheck.verdict import conclude
 
     return conclude(plan, log.reports, log.environment, log.failure)
 
 
-class _progress:  # noqa: N801
-    """One line on stderr that is rewritten, on a terminal only."""
-
-    def __enter__(self) -> Callable[[str], None]:
-        self._shown = sys.stderr.isatty()
-        return self._say
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            click.echo("\r\033[K", err=True, nl=False)
-
-    def _say(self, text: str) -> None:
-        if self._shown:
-            click.echo(f"\r\033[K{text} ...", err=True, nl=False)
-
-
-def _show(comparison: Comparison, target: Path | str | None) -> None:
+def _show(comparison: Comparison, target: JsonTarget | None) -> None:
     from spcheck.report.json import to_json
     from spcheck.report.text import to_text
 
-    to_stderr = target == "-"
-    stream = sys.stderr if to_stderr else sys.stdout
-    width = max(80, shutil.get_terminal_size().columns)
-    _echo(to_text(comparison, color=stream.isatty(), width=width), err=to_stderr)
-    if target == "-":
-        _echo(to_json(comparison))
-    elif isinstance(target, Path):
-        _write(target, to_json(comparison))
-
-
-def _echo(text: str, *, err: bool = False) -> None:
-    """Prints; a reader that has gone away (``| head``) changes nothing about the verdict and its exit code."""
-    try:
-        click.echo(text, err=err, nl=False)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), (sys.stderr if err else sys.stdout).fileno())
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes beside the target, then renames: a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+    to_stderr = target is not None and target.is_stdout
+    color = wants_color(sys.stderr if to_stderr else sys.stdout)
+    echo(to_text(comparison, color=color, width=width()), err=to_stderr)
+    if target is not None:
+        target.write(to_json(comparison))
 
 
 def main() -> None:
     """The console script: every ending has its exit code, and a traceback is never exit 1."""
+    sys.exit(_run())
+
+
+def _run() -> int:
     try:
-        cli.main(standalone_mode=False)
+        _check_packages()
+        result = cli.main(standalone_mode=False)
     except click.ClickException as error:
-        click.echo(f"spcheck: {_one_sentence(error.format_message())}", err=True)
-        sys.exit(error.exit_code)
+        return _say(_one_sentence(error.format_message()), error.exit_code)
     except SpcheckError as error:
-        click.echo(f"spcheck: {error}", err=True)
-        sys.exit(error.exit_code)
+        return _say(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("spcheck: interrupted", err=True)
-        sys.exit(_INTERRUPTED)
+        return _say("interrupted", _INTERRUPTED)
     except Exception as error:
-        click.echo(f"spcheck: internal error: {type(error).__name__}: {error}", err=True)
-        sys.exit(_INTERNAL)
+        return _say(f"internal error: {type(error).__name__}: {error}", _INTERNAL)
+    return result if isinstance(result, int) else 0
+
+
+def _say(sentence: str, code: int) -> int:
+    echo(f"spcheck: {sentence}\n", err=True)
+    return code
+
+
+def _check_packages() -> None:
+    """The subjects are packages of common names: another one on the path must not be taken for ours.
+
+    Raises:
+        UsageError: it would be; the message names the folder.
+    """
+    here = Path(__file__).resolve().parents[1]
+    for name in ("reference", "optimized"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None or Path(spec.origin).resolve().parents[1] != here:
+            found = "nowhere" if spec is None else spec.origin
+            raise UsageError(f"the package {name!r} is found at {found}, not beside spcheck in {here}: mend PYTHONPATH")
 
 
 def _one_sentence(text: str) -> str:

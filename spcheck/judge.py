@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 BOUNDS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2.0**-4}
@@ -33,7 +33,6 @@ class Verdict:
     reason: str
     findings: tuple[Finding, ...] = ()
     first_divergence: dict[str, Any] | None = None
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def exit_code(self) -> int:

@@ -140,6 +140,8 @@ def _check_rows(case: Case, config: ModelConfig) -> None:
     longest = max(case.requests) + max(case.mtp_steps - 1, 0)
     if longest > config.max_position_embeddings:
         raise UsageError(f"{longest} positions are more than max_position_embeddings {config.max_position_embeddings}")
+    if len(set(case.aux_layers)) < len(case.aux_layers):
+        raise UsageError(f"--aux-layers {','.join(map(str, case.aux_layers))} names a layer twice")
     if bad := [i for i in case.aux_layers if not 0 <= i <= config.num_hidden_layers]:
         raise UsageError(f"--aux-layers {bad[0]} is outside 0..{config.num_hidden_layers}")
 

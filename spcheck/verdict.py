@@ -114,6 +114,8 @@ def _value_findings(plan: Plan, results: Sequence[ProbeResult], first: ProbeResu
     outcome = "INCONCLUSIVE" if _rounding_may_explain(plan.case.numerics, first, results) else "DIVERGED"
     later = sum(1 for r in results if r.over) - 1
     more = f" ({later} later probes differ too)" if later else ""
+    if outcome == "INCONCLUSIVE":
+        more += "; a rounding difference may explain it, --numerics float64 tells"
     kind = "choice" if choice else "value"
     return [*findings, Finding(kind, outcome, sentence(first, plan) + more, _at(first, first.first))]
 
@@ -162,7 +164,7 @@ def _scheme_findings(plan: Plan, reports: Sequence[RankReport]) -> list[Finding]
     required = plan.case.require_scheme
     if required and required != plan.scheme:
         message = f"scheme {required} is required and {plan.scheme} ran: {plan.reason}"
-        findings.append(Finding("scheme", "INCONCLUSIVE", message))
+        findings.append(Finding("required", "INCONCLUSIVE", message))
     return findings
 
 

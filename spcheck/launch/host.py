@@ -79,6 +79,7 @@ def _environment(torch_version: str, backend: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "backend": backend,
+        "code": str(Path(__file__).resolve().parents[2]),
     }
 
 

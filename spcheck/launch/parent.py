@@ -141,13 +141,14 @@ def _kill_session(host: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C meanwhile, so that the ranks and the folder go too."""
+    """SIGTERM and a lost terminal end like Ctrl-C meanwhile, so that the ranks and the folder go too."""
 
-    def stop(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

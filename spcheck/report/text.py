@@ -47,17 +47,19 @@ def _head(c: Comparison) -> Iterable[str]:
         f"{case.model}  tp {case.tp}  tokens {requests}  {case.numerics}  mtp steps {case.mtp_steps}  {backend}"
     )
     yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
+    if "code" in c.environment:
+        yield escape(f"reference and candidate from {c.environment['code']}")
     yield ""
 
 
 def _table(c: Comparison, width: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     columns: list[tuple[str, JustifyMethod, int]] = [("", "left", 22), ("probes", "right", 6), ("equal", "right", 5)]
-    columns += [("worst", "right", 7), ("", "left", 7)]
+    columns += [("error", "right", 7), ("", "left", 7)]
     for title, justify, least in columns:
         table.add_column(title, justify=justify, min_width=least, no_wrap=True)
-    taken = sum(least + 2 for *_, least in columns)
-    table.add_column("where", no_wrap=True, overflow="ellipsis", max_width=width - taken - 2)
+    taken = sum(least + 1 for *_, least in columns)
+    table.add_column("at", no_wrap=True, overflow="ellipsis", max_width=width - taken - 1)
     for name, results in _groups(c):
         table.add_row(name, *_cells(results))
     return table
@@ -89,15 +91,20 @@ def _line_order(name: str) -> tuple[int, int]:
 
 
 def _cells(results: list[ProbeResult]) -> list[str]:
+    """Probes, equal ones, error, state and place: of the first probe that differs, else of the largest error."""
     seen = [r for r in results if r.rows]
-    equal = sum(r.bitwise_equal for r in seen)
-    worst = max(seen, key=lambda r: r.max_rel, default=None)
-    first = next((r for r in results if r.over), None)
-    state = "[red]DIFFERS[/]" if first else "ok" if seen else "nothing compared"
-    shown = first or (worst if worst and worst.max_rel else None)
-    at = f"{_brief(shown)} {_short(shown.probe)}" if shown else ""
-    size = f"{shown.max_rel:.1e}" if shown and shown.kind not in ("set", "token") else "-" if shown else "0"
-    return [str(len(seen)), str(equal), size, state, escape(at)]
+    counts = [str(len(seen)), str(sum(r.bitwise_equal for r in seen))]
+    if first := next((r for r in results if r.over), None):
+        return [*counts, *_error(first, "[red]DIFFERS[/]")]
+    if not seen:
+        return [*counts, "", "nothing compared", ""]
+    worst = max(seen, key=lambda r: r.max_rel)
+    return [*counts, *_error(worst, "ok")] if worst.max_rel else [*counts, "0", "ok", ""]
+
+
+def _error(result: ProbeResult, state: str) -> list[str]:
+    size = "choice" if result.kind in ("set", "token") else f"{result.max_rel:.1e}"
+    return [size, state, escape(f"{_brief(result)} {_short(result.probe)}")]
 
 
 def _short(probe: str) -> str:
@@ -113,6 +120,8 @@ def _brief(result: ProbeResult) -> str:
 
 
 def _contracts(c: Comparison) -> Iterable[str]:
+    if not c.rows.checked and not c.collectives.checked:
+        return
     yield ""
     tp = c.plan.case.tp
     for name, unit, checked in (

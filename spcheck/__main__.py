@@ -1,0 +1,5 @@
+"""``python -m spcheck``."""
+
+from spcheck.cli import main
+
+main()

@@ -1,0 +1,111 @@
+"""The edge towards the user: stdout, stderr, the progress line, and the file a result is written to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import click
+
+from spcheck.errors import UsageError
+from spcheck.launch.parent import Progress
+
+
+class JsonTarget:
+    """Where ``--json`` writes: ``-`` is stdout. Checked before the run, so that no result is lost after it.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_stdout = name == "-"
+        self._path = Path(name)
+        if not self.is_stdout and not self._writable():
+            raise UsageError(f"--json {name} cannot be written")
+
+    def write(self, text: str) -> None:
+        """Writes the whole text, or nothing: a reader never sees half a file.
+
+        Raises:
+            UsageError: it cannot be written after all.
+        """
+        if self.is_stdout:
+            echo(text)
+            return
+        try:
+            if self._is_file():
+                self._replace(text)
+            else:
+                self._path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {self.name} cannot be written: {error.strerror}") from error
+
+    def _writable(self) -> bool:
+        if self._path.exists():
+            return not self._path.is_dir() and os.access(self._path, os.W_OK)
+        folder = self._path.absolute().parent
+        return folder.is_dir() and os.access(folder, os.W_OK)
+
+    def _is_file(self) -> bool:
+        """A device or pipe is written into; to rename a file over it would destroy it."""
+        return not self._path.exists() or stat.S_ISREG(self._path.stat().st_mode)
+
+    def _replace(self, text: str) -> None:
+        path = self._path.resolve()  # a link stays one
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if path.exists():
+                shutil.copymode(path, beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Prints; a reader that has gone away (``| head``) changes nothing about the verdict and its exit code."""
+    stream = sys.stderr if err else sys.stdout
+    if stream is None:  # closed by the caller
+        return
+    try:
+        click.echo(text, file=stream, nl=False)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def wants_color(stream: TextIO | None) -> bool:
+    """On a terminal, unless NO_COLOR or a dumb terminal says otherwise."""
+    return _is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def width() -> int:
+    """Columns of the terminal, 80 where there is none."""
+    return max(80, shutil.get_terminal_size().columns)
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """One line on stderr that is rewritten, on a terminal only."""
+    shown = _is_terminal(sys.stderr)
+
+    def say(text: str) -> None:
+        if shown:
+            echo(f"\r\033[K{text} ...", err=True)
+
+    try:
+        yield say
+    finally:
+        if shown:
+            echo("\r\033[K", err=True)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
