@@ -76,5 +76,5 @@ def test_a_bad_environment_variable():
 
 def test_version_and_help():
     assert spcheck("--version").stdout.startswith("spcheck 0.")
-    assert "Example: spcheck diff --tp 2 --tokens 17" in spcheck("diff", "--help").stdout
+    assert "  spcheck diff --tp 2 --tokens 17\n" in spcheck("diff", "--help").stdout
     assert spcheck().returncode == 0
