@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_LARGEST = 2**31 - 1  # what indices of 32 bits can count
+
 SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v32")
 
 
@@ -219,8 +221,12 @@ def _check_sizes(c: ModelConfig) -> None:
     may_be_zero = {"first_k_dense_replace", "num_nextn_predict_layers", "lora_rank"}
     for name in _FIELDS:
         value = getattr(c, name)
-        if isinstance(value, int) and not isinstance(value, bool) and value < (0 if name in may_be_zero else 1):
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if value < (0 if name in may_be_zero else 1):
             raise ConfigError(f"{name} must be {'0 or more' if name in may_be_zero else 'positive'}, not {value}")
+        if value > _LARGEST:
+            raise ConfigError(f"{name} must be at most {_LARGEST}, not {value}")
     if c.qk_rope_head_dim % 2:
         raise ConfigError(f"qk_rope_head_dim must be even, not {c.qk_rope_head_dim}")
 

@@ -59,7 +59,7 @@ def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -31,6 +31,7 @@ class ProbeResult:
     ranks_over: list[int] = field(default_factory=list)
     ratio: float | None = None
     note: str = ""
+    reference_nan: bool = False
     unpaired: str | None = None
     replica: dict[str, Any] | None = None
     reference_replica: dict[str, Any] | None = None
@@ -72,6 +73,7 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
     result.unequal_rows += d["unequal_rows"]
     result.rows_over += d["rows_over"]
     result.max_abs = max(result.max_abs, d["max_abs"])
+    result.reference_nan = result.reference_nan or d["reference_nan"]
     if d["unequal_rows"] and d["max_rel"] >= result.max_rel:
         result.max_rel = d["max_rel"]
         result.worst = {

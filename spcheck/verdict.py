@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,25 +112,31 @@ def _value_findings(plan: Plan, results: Sequence[ProbeResult], first: ProbeResu
     if first is None:
         return findings
     choice = first.kind in ("set", "token")
-    outcome = "INCONCLUSIVE" if _rounding_may_explain(plan.case.numerics, first, results) else "DIVERGED"
+    outcome, why = _outcome_of_first(plan.case.numerics, first)
     later = sum(1 for r in results if r.over) - 1
     more = f" ({later} later probes differ too)" if later else ""
-    if outcome == "INCONCLUSIVE":
-        more += "; a rounding difference may explain it, --numerics float64 tells"
     kind = "choice" if choice else "value"
-    return [*findings, Finding(kind, outcome, sentence(first, plan) + more, _at(first, first.first))]
+    return [*findings, Finding(kind, outcome, sentence(first, plan) + more + why, _at(first, first.first))]
 
 
-def _rounding_may_explain(numerics: str, first: ProbeResult, results: Sequence[ProbeResult]) -> bool:
+def _outcome_of_first(numerics: str, first: ProbeResult) -> tuple[str, str]:
+    """The outcome that the first difference means, and what to add to its sentence."""
+    if first.reference_nan:
+        return "INCONCLUSIVE", "; the reference itself is not a number there"
+    if _rounding_may_explain(numerics, first):
+        return "INCONCLUSIVE", "; a rounding difference may explain it, --numerics float64 tells"
+    return "DIVERGED", ""
+
+
+def _rounding_may_explain(numerics: str, first: ProbeResult) -> bool:
     """Whether a correct candidate could differ like this in the working type.
 
     Below float64 a rounding difference flips a near tie, and all that follows differs for that reason alone. In
-    bfloat16 no bound on values tells a bug from rounding as long as any choice differs.
+    bfloat16 no bound on finite values tells a bug from rounding.
     """
-    choices = ("set", "token", "scores")
-    if numerics == "bfloat16":
-        return any(r.over for r in results if r.kind in choices)
-    return numerics == "float32" and first.kind in choices
+    if first.replica is not None or math.isinf(first.max_rel):
+        return False
+    return numerics == "bfloat16" or (numerics == "float32" and first.kind in ("set", "token", "scores"))
 
 
 def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:

@@ -77,7 +77,8 @@ def failure_sentence(reports: list[dict[str, Any]]) -> str | None:
     error = first["error"]
     where = f" in {error['module']} of {error['subject']}" if error.get("module") else ""
     after = f", after {error['last_collective']}" if error.get("last_collective") else ""
-    what = error["message"] if error["type"] == "RankDied" else f"raised {error['type']}: {error['message']}"
+    message = (error["message"].splitlines() or [""])[0]  # torch adds its own stack to some
+    what = message if error["type"] == "RankDied" else f"raised {error['type']}: {message}"
     return f"rank {first['rank']} {what}{where}{after}"
 
 

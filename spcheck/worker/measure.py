@@ -32,6 +32,7 @@ class Difference:
     rows_over: int = 0
     ratio: float | None = None
     note: str = ""
+    reference_nan: bool = False
 
 
 def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool = False) -> Difference:
@@ -71,6 +72,7 @@ def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool =
         first_over=int(over[0]) if len(over) else None,
         rows_over=len(over),
         ratio=_ratio(e[over], a[over]) if len(over) else None,
+        reference_nan=bool(e.isnan().any()),
     )
 
 

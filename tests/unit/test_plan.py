@@ -34,6 +34,7 @@ def case(**options):
         ({"scheme": "full-sp", "overrides": (("lora_rank", 8),)}, "a LoRA adapter is chosen per row"),
         ({"overrides": (("pipeline_parallel_size", 2),)}, "pipeline_parallel_size 2 is not supported yet"),
         ({"overrides": (("no_such_key", 1),)}, "unknown config key 'no_such_key'"),
+        ({"overrides": (("hidden_size", 10**21),)}, "hidden_size must be at most 2147483647"),
         ({"overrides": (("hidden_size", "wide"),)}, "hidden_size must be int, not 'wide'"),
     ],
 )  # fmt: skip

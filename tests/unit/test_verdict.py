@@ -27,7 +27,7 @@ def difference(**values):
         "ratio": None,
         "note": "",
     }
-    return {**base, **values}
+    return {**base, "reference_nan": False, **values}
 
 
 def wrong(size=0.5, **values):
@@ -122,12 +122,24 @@ def test_another_active_scheme_is_told():
         ("float32", "set", "INCONCLUSIVE"),
         ("float32", "value", "DIVERGED"),
         ("bfloat16", "set", "INCONCLUSIVE"),
-        ("bfloat16", "value", "DIVERGED"),
+        ("bfloat16", "value", "INCONCLUSIVE"),
     ],
 )
 def test_a_choice_that_differs(numerics, kind, outcome):
     plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
     assert judged([row("a", wrong(), kind)], [], plan=plan).verdict.outcome == outcome
+
+
+def test_a_reference_that_is_no_number_proves_nothing():
+    c = judged([row("a", wrong(float("inf"), reference_nan=True))], [])
+    assert c.verdict.outcome == "INCONCLUSIVE"
+    assert "the reference itself is not a number there" in c.verdict.findings[0].message
+
+
+def test_a_nan_of_the_candidate_is_a_divergence_in_every_type():
+    for numerics in ("float64", "float32", "bfloat16"):
+        plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
+        assert judged([row("a", wrong(float("inf")))], [], plan=plan).verdict.outcome == "DIVERGED"
 
 
 def test_a_failure_outranks_what_was_compared():
