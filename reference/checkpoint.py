@@ -165,7 +165,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 def _spread(name: str, r: Tensor) -> Tensor:
     """Standard normal ``r`` scaled for the part that tensor ``name`` plays."""
     if name.endswith("e_score_correction_bias"):
-        return 0.1 * r
+        return 0.1 * r - 1  # biased scores are negative: a dropped group that is masked with 0 would win
     if name.endswith(".bias"):
         return 0.2 * r
     if r.ndim == 1:

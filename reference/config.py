@@ -138,12 +138,12 @@ def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> 
         raise ConfigError("config.json must hold one JSON object")
     values = {name: raw[name] for name in _FIELDS if name in raw and name != "yarn"}
     values |= _rope(raw)
-    if raw.get("model_type") == "deepseek_v3":
-        values |= {"index_n_heads": None, "index_head_dim": None, "index_topk": None}
     for name, value in (overrides or {}).items():
         if name not in _FIELDS or name == "yarn":
             raise ConfigError(f"unknown config key {name!r}")
         values[name] = value
+    if values.get("model_type") == "deepseek_v3":
+        values |= {"index_n_heads": None, "index_head_dim": None, "index_topk": None}
     missing = [n for n, f in _FIELDS.items() if n not in values and f.default is dataclasses.MISSING]
     if missing:
         raise ConfigError(f"config lacks {', '.join(missing)}")

@@ -88,7 +88,7 @@ def _size(result: ProbeResult, plan: Plan) -> str:
     if w.get("channel") is None:
         return size
     values = f"{w['actual']:.6g} for {w['expected']:.6g}"
-    return f"{size}; largest at {place(w)}, its row {w['row']}, channel {w['channel']}: {values}"
+    return f"{size}; largest at {place(w)}, row {w['row']} of its shard, channel {w['channel']}: {values}"
 
 
 def place(where: dict[str, Any] | None) -> str:
@@ -136,7 +136,7 @@ def _rounding_may_explain(numerics: str, first: ProbeResult) -> bool:
     """
     if first.replica is not None or math.isinf(first.max_rel):
         return False
-    return numerics == "bfloat16" or (numerics == "float32" and first.kind in ("set", "token", "scores"))
+    return numerics == "bfloat16" or (numerics == "float32" and first.kind in ("set", "token"))
 
 
 def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:
@@ -181,7 +181,11 @@ def _first_divergence(
     """The earliest probe with a wrong value or a wrong row count, in execution order."""
     order = {(r.probe, r.call): i for i, r in reversed(list(enumerate(results)))}
     places = [_at(first, first.first or first.replica)] if first else []
-    places += [f.at for f in findings if f.kind in ("rows", "work", "unpaired") and f.outcome == "DIVERGED" and f.at]
+    places += [
+        f.at
+        for f in findings
+        if f.kind in ("rows", "work", "unpaired", "collectives") and f.outcome == "DIVERGED" and f.at
+    ]
     return min(places, key=lambda at: order.get((at["probe"], at["call"]), len(order)), default=None)
 
 

@@ -18,7 +18,7 @@ Reports = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Breach:
-    """One broken rule. ``probe`` and ``call`` where it is a probe's; ``rank`` is the first rank that broke it."""
+    """One broken rule; ``probe`` (a module for a collective), ``call`` and ``rank`` are where it broke first."""
 
     rule: str
     message: str
@@ -123,13 +123,15 @@ def _wrong_collectives(
         same = (w.kind, w.group, list(w.shape), w.dtype, w.bytes)
         if same != (s["kind"], s["group"], list(s["shape"]), s["dtype"], s["bytes"]):
             message = f"{_nth(phase, number)} on rank {rank} is {_seen(s)}, {_wanted(w)} expected"
-            return [Breach("collectives", message, subject, None, phase.call, rank)]
+            return [Breach("collectives", message, subject, s["module"] or w.where, phase.call, rank)]
     if len(seen) > len(wanted):
-        message = f"{_nth(phase, len(wanted) + 1)} on rank {rank} is {_seen(seen[len(wanted)])}, none expected"
-        return [Breach("collectives", message, subject, None, phase.call, rank)]
+        surplus = seen[len(wanted)]
+        message = f"{_nth(phase, len(wanted) + 1)} on rank {rank} is {_seen(surplus)}, none expected"
+        return [Breach("collectives", message, subject, surplus["module"] or "engine", phase.call, rank)]
     if len(seen) < len(wanted) and not cut_short:
-        message = f"{_nth(phase, len(seen) + 1)} is missing on rank {rank}: {_wanted(wanted[len(seen)])} expected"
-        return [Breach("collectives", message, subject, None, phase.call, rank)]
+        missing = wanted[len(seen)]
+        message = f"{_nth(phase, len(seen) + 1)} is missing on rank {rank}: {_wanted(missing)} expected"
+        return [Breach("collectives", message, subject, missing.where, phase.call, rank)]
     return []
 
 

@@ -24,6 +24,7 @@ from spcheck.worker.pair import run_rank
 
 Report = dict[str, Any]
 
+_PATIENCE = 0.7  # of the case's timeout: a rank says what it waits for before the parent stops waiting for the ranks
 _GRACE = 5.0  # seconds for the other ranks to notice that one has failed
 
 
@@ -74,7 +75,7 @@ def _be_rank(plan: Plan, backend: str, folder: Path, rank: int, send: int) -> No
 
         def run(report: Report) -> None:
             device = _device(backend, rank)
-            world = open_world(backend, rank, plan.case.tp, folder, plan.case.timeout)
+            world = open_world(backend, rank, plan.case.tp, folder, plan.case.timeout * _PATIENCE)
             run_rank(world, plan, device, report)
             _send(send, report)  # before the teardown, which a lost peer could block
             world.close()

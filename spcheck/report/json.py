@@ -46,7 +46,7 @@ def _document(c: Comparison) -> dict[str, Any]:
 
 def _contract(checked: Checked) -> dict[str, Any]:
     return {
-        "held": not checked.breaches,
+        "held": not checked.breaches if checked.checked else None,
         "checked": checked.checked,
         "breaches": [asdict(breach) for breach in checked.breaches],
     }

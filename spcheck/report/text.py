@@ -155,7 +155,7 @@ def _verdict(c: Comparison) -> Iterable[str]:
         yield f"diverges at  {escape(v.first_divergence['probe'])}, {_where(v.first_divergence)}"
         if before := _last_equal(c):
             yield f"equal until  {escape(before)}"
-    elif v.outcome == "EQUIVALENT":
+    elif any(r.max_rel for r in c.results):
         yield from (escape(line) for line in _largest(c))
     yield f"repeat       {escape(c.plan.case.id)}"
     counts = f"{c.compared} probes compared, {c.bitwise_equal} bitwise equal"
@@ -168,7 +168,7 @@ def _largest(c: Comparison) -> Iterable[str]:
     bound = BOUNDS[c.plan.case.numerics]
     yield f"largest      {worst.max_rel:.1e} of its row, bound {bound:.0e}"
     yield f"             {worst.probe}"
-    yield f"             {place(w)}, its row {w.get('row')}, channel {w.get('channel')}"
+    yield f"             {place(w)}, row {w.get('row')} of its shard, channel {w.get('channel')}"
 
 
 def _where(at: dict[str, object]) -> str:

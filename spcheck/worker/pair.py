@@ -17,6 +17,7 @@ from spcheck.phases import Phase
 from spcheck.plan import Plan
 from spcheck.subject import Tap
 from spcheck.worker.align import Aligned, owned_rows
+from spcheck.worker.capture import TapError
 from spcheck.worker.measure import Difference, measure, measure_sets
 from spcheck.worker.side import Side
 from spcheck.worker.weights import open_weights
@@ -25,6 +26,7 @@ REFERENCE = "reference.subject"
 CANDIDATE = "optimized.subject"
 
 Values = dict[str, Tensor]
+Taps = Mapping[str, Tap]
 
 
 def run_rank(world: World, plan: Plan, device: str, report: dict[str, Any]) -> None:
@@ -69,7 +71,7 @@ def _run(world: World, plan: Plan, device: str, report: dict[str, Any], sides: l
     candidate = Side(CANDIDATE, plan, plan.scheme, weights, world, tokens)
     sides.append(candidate)
     report["candidate"] = candidate.log
-    compare = Comparison(plan, world, {**reference.taps, **candidate.taps}, report)
+    compare = Comparison(plan, world, reference.taps, candidate.taps, report)
     for phase, wanted in expected[: len(plan.phases)]:
         compare(phase, wanted, candidate.run(phase))
     seen_caches = dict(candidate.caches())
@@ -81,11 +83,11 @@ def _run(world: World, plan: Plan, device: str, report: dict[str, Any], sides: l
 class Comparison:
     """Measures what is complete on this rank and appends numbers to the report."""
 
-    def __init__(self, plan: Plan, world: World, taps: Mapping[str, Tap], report: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, world: World, reference: Taps, candidate: Taps, report: dict[str, Any]) -> None:
         self._bound = BOUNDS[plan.case.numerics]
         self._world = world
         self._experts = plan.config.n_routed_experts
-        self._kinds = {probe: tap[4] for probe, tap in taps.items()}
+        self._kinds = _kinds(reference, candidate)
         self._report = report
 
     def __call__(self, phase: Phase, expected: Aligned, actual: Aligned) -> None:
@@ -125,6 +127,19 @@ class Comparison:
     def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
         counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=self._experts)
         self._report["expert_rows"].append([probe, phase.call, counts.tolist()])
+
+
+def _kinds(reference: Taps, candidate: Taps) -> dict[str, str]:
+    """Probe -> kind. A candidate must not decide how it is compared: both have to say the same.
+
+    Raises:
+        TapError: they do not.
+    """
+    for probe in reference.keys() & candidate.keys():
+        if reference[probe][4] != candidate[probe][4]:
+            kinds = f"{reference[probe][4]!r} in the reference and {candidate[probe][4]!r} in the candidate"
+            raise TapError(f"probe {probe} is of kind {kinds}")
+    return {probe: tap[4] for probe, tap in {**candidate, **reference}.items()}
 
 
 def _by_id(values: Tensor, ids: Tensor) -> Tensor:

@@ -30,6 +30,11 @@ def ranks_of(pid):
     return found
 
 
+def heed_interrupts():
+    """A test run in the background of a script ignores SIGINT, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
@@ -157,7 +162,9 @@ def long_run(tmp_path):
     """A run that goes on long enough to be disturbed; its temporary files are under ``tmp_path``."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     pipe = subprocess.PIPE
-    process = subprocess.Popen([*SPCHECK, *LONG], stdout=pipe, stderr=pipe, text=True, env=environment)
+    process = subprocess.Popen(
+        [*SPCHECK, *LONG], stdout=pipe, stderr=pipe, text=True, env=environment, preexec_fn=heed_interrupts
+    )
     yield process
     process.kill()
     process.wait()

@@ -80,6 +80,11 @@ def test_other_models(overrides):
         assert_equivalent(case(tp=2, requests=(17, 2), mtp_steps=2, overrides=overrides, scheme=scheme))
 
 
+def test_deepseek_v3_has_no_indexer():
+    comparison = assert_equivalent(case(tp=2, requests=(17,), overrides=(("model_type", "deepseek_v3"),)))
+    assert not [r.probe for r in comparison.results if "indexer" in r.probe or "index_key" in r.probe]
+
+
 def test_float32_within_its_bound():
     for seed in range(6):
         comparison = assert_equivalent(case(tp=2, requests=(17,), numerics="float32", seed=seed))

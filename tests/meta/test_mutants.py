@@ -49,6 +49,7 @@ def test_it_is_noticed(mutant: Mutant):
     ids=lambda value: value.name if isinstance(value, Mutant) else "-".join(f"{k}={v}" for k, v in value.items()),
 )
 def test_it_is_silent_where_it_changes_nothing(mutant: Mutant, options):
-    with mutant.seam():
+    with mutant.seam() as calls:
         _, comparison = run(options)
+    assert calls.count, "the mutated code never ran"
     assert comparison.verdict.outcome in PASSES, comparison.verdict.findings

@@ -90,6 +90,15 @@ def test_a_replica_that_differs_is_a_divergence_even_with_equal_rows():
     assert "the replicas on rank 0 and rank 1 differ" in c.verdict.findings[0].message
 
 
+@pytest.mark.parametrize("numerics", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["value", "set", "scores"])
+def test_no_rounding_explains_ranks_that_disagree(numerics, kind):
+    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
+    fault = {"replica": {"rank": 1, "request": 0, "position": 1}}
+    c = judged([row("a", difference(), kind, **fault)], [row("a", difference(), kind)], plan=plan)
+    assert c.verdict.outcome == "DIVERGED"
+
+
 def test_a_reference_that_differs_from_itself_proves_nothing():
     fault = {"reference_replica": {"rank": 1, "request": 0, "position": 1}}
     c = judged([row("a", difference(), **fault)], [row("a", difference())])
@@ -121,6 +130,7 @@ def test_another_active_scheme_is_told():
         ("float64", "set", "DIVERGED"),
         ("float32", "set", "INCONCLUSIVE"),
         ("float32", "value", "DIVERGED"),
+        ("float32", "scores", "DIVERGED"),
         ("bfloat16", "set", "INCONCLUSIVE"),
         ("bfloat16", "value", "INCONCLUSIVE"),
     ],

@@ -1,0 +1,40 @@
+"""Ties, wide enough that an unstable sort or a bare topk would show: the lowest index wins in both subjects."""
+
+import pytest
+import torch
+
+import optimized.indexer
+import optimized.router
+import reference.attention
+import reference.moe
+from spcheck.case import Case
+from spcheck.plan import make_plan
+
+ROWS, WIDTH, K = 20, 200, 8
+
+
+@pytest.fixture
+def tied():
+    """Scores of five values only, so that every choice of eight is among equals."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 5, (ROWS, WIDTH), generator=generator).double()
+
+
+def lowest_first(scores):
+    order = [sorted(range(WIDTH), key=lambda i, row=row: (-row[i], i))[:K] for row in scores.tolist()]
+    return torch.tensor(order).sort(dim=1).values
+
+
+def test_bare_topk_would_fail_here(tied):
+    assert not torch.equal(tied.topk(K, dim=1).indices.sort(dim=1).values, lowest_first(tied))
+
+
+@pytest.mark.parametrize("module", [reference.attention, optimized.indexer], ids=["reference", "optimized"])
+def test_keys(tied, module):
+    assert torch.equal(module.ChooseKeys(K)(tied).sort(dim=1).values, lowest_first(tied))
+
+
+def test_experts(tied):
+    plan = make_plan(Case((1,), 1, overrides=(("n_group", 1), ("topk_group", 1), ("num_experts_per_tok", K))))
+    for choose in (reference.moe.ChooseExperts(plan.config), optimized.router.ChooseExperts(K, 1, 1)):
+        assert torch.equal(choose(tied).sort(dim=1).values, lowest_first(tied))
