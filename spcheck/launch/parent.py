@@ -63,6 +63,9 @@ def _listen(host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, progre
             log.reports = message["reports"]
             log.failure = failure_sentence(log.reports)
             return log
+    if log.environment:  # it had begun: what runs in it, the subjects included, took it down
+        log.failure = f"the process of all ranks ended with exit code {host.wait()} and no report"
+        return log
     errors.seek(0)
     tail = errors.read().decode(errors="replace").strip().splitlines()
     raise HostFailed(f"the host process ended without an answer: {tail[-1] if tail else 'it said nothing'}")

@@ -121,7 +121,7 @@ class Comparison:
             e, a = (F.pad(x, (0, width - x.shape[1]), value=float("-inf")) for x in (e, a))
         if kind.startswith("by:"):
             ids = kind.removeprefix("by:")
-            e, a = _by_id(e, expected[ids]), _by_id(a, actual[ids])
+            e, a = _by_id(e, expected.get(ids)), _by_id(a, actual.get(ids))
         return measure(e, a, self._bound, one_scale=kind == "scores")
 
     def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
@@ -142,7 +142,10 @@ def _kinds(reference: Taps, candidate: Taps) -> dict[str, str]:
     return {probe: tap[4] for probe, tap in {**candidate, **reference}.items()}
 
 
-def _by_id(values: Tensor, ids: Tensor) -> Tensor:
+def _by_id(values: Tensor, ids: Tensor | None) -> Tensor:
+    """The values in the order of their ids; as they are where the ids are missing or of another shape."""
+    if ids is None or ids.shape != values.shape:
+        return values
     return values.gather(1, ids.long().argsort(dim=1))
 
 

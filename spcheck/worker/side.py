@@ -41,6 +41,7 @@ class Side:
         self._world = world
         self._tokens = tokens
         self._records: list[CollectiveRecord] = []
+        self._capture: Capture | None = None
         subject = load_subject(name)
         case = plan.case
         self._packed = subject.BATCHING == "packed"
@@ -74,7 +75,7 @@ class Side:
             for requests in [everyone] if self._packed else [[r] for r in everyone]:
                 self._forward(phase, requests)
         finally:
-            pieces = self._capture.drain()
+            pieces = self._hooks.drain()
             self._note(phase, pieces)
         return align(pieces, self.taps, phase, self._world)
 
@@ -82,7 +83,11 @@ class Side:
         """All caches, completed like the values of a forward: the rows of a cache are the positions it holds."""
         self.log["cached"] = {}
         by_phase: dict[Phase, list[Piece]] = {}
-        for name, state in self._engine.state().items():
+        caches = self._engine.state()
+        # A collective behind the last forward belongs to none; it shows as surplus of the last one.
+        last = next(reversed(self.log["collectives"]))
+        self.log["collectives"][last] += [_plain(record) for record in self._records]
+        for name, state in caches.items():
             held = [state[r] for r in range(len(self._tokens)) if r in state]
             self.log["cached"][name] = [len(rows) for rows in held]
             phase = self._plan.cache_phase(name)
@@ -95,14 +100,14 @@ class Side:
         last = self._records[-1] if self._records else None
         return {
             "subject": self.name,
-            "module": self._capture.module,
-            "last_probe": self._capture.last_probe,
+            "module": self._module(),
+            "last_probe": self._capture.last_probe if self._capture else None,
             "last_collective": f"{last.kind} {list(last.shape)} on {last.group}" if last else None,
         }
 
     def silent(self) -> list[str]:
         """Declared probes that never fired."""
-        return sorted(set(self.taps) - self._capture.fired)
+        return sorted(set(self.taps) - self._hooks.fired)
 
     def _groups(self) -> dict[str, Communicator]:
         ranks = list(range(self._world.size))
@@ -110,8 +115,17 @@ class Side:
         for name in ("tp", "ep"):
             inner = self._world.group(name, ranks)
             assert inner is not None, "at dp = 1 every rank is in both groups"
-            groups[name] = Recorded(inner, self._records, lambda: self._capture.module)
+            groups[name] = Recorded(inner, self._records, self._module)
         return groups
+
+    @property
+    def _hooks(self) -> Capture:
+        assert self._capture is not None, "a side is run after it is built"
+        return self._capture
+
+    def _module(self) -> str:
+        """The innermost probed module that runs; a subject may also call collectives while it is built."""
+        return self._capture.module if self._capture else ""
 
     def _forward(self, phase: Phase, requests: Sequence[int]) -> None:
         if phase.kind == "target":

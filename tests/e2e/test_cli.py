@@ -191,6 +191,17 @@ def test_a_killed_rank_is_named(long_run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_threads_that_take_their_process_down_are_failed(tmp_path):
+    words = [*LONG[:-1], "loopback"]
+    process = subprocess.Popen([*SPCHECK, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    (host,) = wait_until(lambda: ranks_of(process.pid))
+    wait_until(lambda: len(list(Path(f"/proc/{host}/task").iterdir())) >= 3)
+    os.kill(host, signal.SIGSEGV)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 4, errors
+    assert "the process of all ranks ended with exit code -11 and no report" in output
+
+
 def test_a_killed_command_leaves_no_rank(long_run):
     started = wait_until(lambda: len(found := ranks_of(long_run.pid)) == 3 and found)
     long_run.kill()
