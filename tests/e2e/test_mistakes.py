@@ -1,5 +1,6 @@
 """Plain mistakes: one sentence on stderr, exit 2, no traceback."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -53,10 +54,23 @@ def test_one_sentence_and_exit_2(words, says):
     assert done.stdout == ""
 
 
-def test_nccl_without_gpus_is_refused_by_the_machine():
-    done = spcheck("diff", "--tp", "2", "--tokens", "17", "--backend", "nccl", env={"CUDA_VISIBLE_DEVICES": ""})
+def processes_with(setting):
+    """Pids of all processes that have this setting in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found
+
+
+def test_nccl_without_gpus_is_refused_by_the_machine_and_leaves_nothing(tmp_path):
+    environment = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    done = spcheck("diff", "--tp", "2", "--tokens", "17", "--backend", "nccl", env=environment)
     assert done.returncode == 2
     assert done.stderr == "spcheck: --backend nccl needs one GPU per rank: 2 ranks, 0 GPUs found\n"
+    assert list(tmp_path.iterdir()) == []
+    assert processes_with(f"TMPDIR={tmp_path}") == []
 
 
 def test_a_folder_without_config_or_weights(tmp_path):
