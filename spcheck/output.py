@@ -71,14 +71,23 @@ class JsonTarget:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Prints; a reader that has gone away (``| head``) changes nothing about the verdict and its exit code."""
+    """Prints, with what the stream cannot show replaced.
+
+    A reader that has gone away (``| head``) changes nothing about the verdict and its exit code, nor does a stderr
+    that takes no more.
+
+    Raises:
+        UsageError: stdout cannot be written (a full disk): its text would be lost unseen.
+    """
     stream = sys.stderr if err else sys.stdout
     if stream is None:  # closed by the caller
         return
     try:
-        click.echo(text, file=stream, nl=False)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        click.echo(text.encode(stream.encoding, "replace").decode(stream.encoding), file=stream, nl=False)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the rest of the buffer goes there at exit
+        if not (err or isinstance(error, BrokenPipeError)):
+            raise UsageError(f"stdout cannot be written: {error.strerror}") from error
 
 
 def wants_color(stream: TextIO | None) -> bool:

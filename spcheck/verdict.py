@@ -112,18 +112,21 @@ def _value_findings(plan: Plan, results: Sequence[ProbeResult], first: ProbeResu
     if first is None:
         return findings
     choice = first.kind in ("set", "token")
-    outcome, why = _outcome_of_first(plan.case.numerics, first)
+    outcome, why = _outcome_of_first(plan.case.numerics, first, results)
     later = sum(1 for r in results if r.over) - 1
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
     return [*findings, Finding(kind, outcome, sentence(first, plan) + more + why, _at(first, first.first))]
 
 
-def _outcome_of_first(numerics: str, first: ProbeResult) -> tuple[str, str]:
+def _outcome_of_first(numerics: str, first: ProbeResult, results: Sequence[ProbeResult]) -> tuple[str, str]:
     """The outcome that the first difference means, and what to add to its sentence."""
+    until_first = results[: results.index(first) + 1]
+    if any(r.reference_replica is not None for r in until_first):
+        return "INCONCLUSIVE", "; the reference differs from itself by then"
     if first.reference_nan:
         return "INCONCLUSIVE", "; the reference itself is not a number there"
-    if _rounding_may_explain(numerics, first):
+    if _rounding_may_explain(numerics, first) and not any(map(_beyond_rounding, results)):
         return "INCONCLUSIVE", "; a rounding difference may explain it, --numerics float64 tells"
     return "DIVERGED", ""
 
@@ -134,9 +137,12 @@ def _rounding_may_explain(numerics: str, first: ProbeResult) -> bool:
     Below float64 a rounding difference flips a near tie, and all that follows differs for that reason alone. In
     bfloat16 no bound on finite values tells a bug from rounding.
     """
-    if first.replica is not None or math.isinf(first.max_rel):
-        return False
     return numerics == "bfloat16" or (numerics == "float32" and first.kind in ("set", "token"))
+
+
+def _beyond_rounding(result: ProbeResult) -> bool:
+    """Ranks that disagree, another shape, a candidate that is not finite: no rounding explains these anywhere."""
+    return result.replica is not None or (math.isinf(result.max_rel) and not result.reference_nan)
 
 
 def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:

@@ -23,6 +23,8 @@ from spcheck.errors import HostFailed, UsageError
 
 Progress = Callable[[str], None]
 
+_LAST_MOMENT = 5.0  # seconds between a closed channel and the end of the process behind it
+
 
 @dataclass
 class RunLog:
@@ -64,11 +66,18 @@ def _listen(host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, progre
             log.failure = failure_sentence(log.reports)
             return log
     if log.environment:  # it had begun: what runs in it, the subjects included, took it down
-        log.failure = f"the process of all ranks ended with exit code {host.wait()} and no report"
+        log.failure = f"the process of all ranks {_ending(host)} and no report"
         return log
     errors.seek(0)
     tail = errors.read().decode(errors="replace").strip().splitlines()
     raise HostFailed(f"the host process ended without an answer: {tail[-1] if tail else 'it said nothing'}")
+
+
+def _ending(host: subprocess.Popen[bytes]) -> str:
+    try:
+        return f"ended with exit code {host.wait(_LAST_MOMENT)}"
+    except subprocess.TimeoutExpired:
+        return "goes on with its channel closed"
 
 
 def failure_sentence(reports: list[dict[str, Any]]) -> str | None:

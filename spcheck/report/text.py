@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from io import StringIO
 
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
@@ -21,7 +22,9 @@ _MAX_FINDINGS = 12
 
 def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> str:
     """The report. Meaning never hangs on colour: every line says its state in a word."""
-    console = Console(width=width, force_terminal=color, no_color=not color, highlight=False, soft_wrap=True)
+    console = Console(
+        file=StringIO(), width=width, force_terminal=color, no_color=not color, highlight=False, soft_wrap=True
+    )
     with console.capture() as capture:
         for line in _head(comparison):
             console.print(line)

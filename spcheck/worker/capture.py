@@ -41,8 +41,7 @@ class Capture:
         self._handles: list[Any] = []
         modules = dict(root.named_modules())
         for probe, tap in taps.items():
-            if tap[0] not in modules:
-                raise TapError(f"probe {probe} is tapped at {tap[0]!r}, which is no module of the subject")
+            _check(probe, tap, modules)
         for name in sorted({above for tap in taps.values() for above in _ancestry(tap[0])}):
             self._track(name, modules[name])
         for probe, tap in taps.items():
@@ -96,6 +95,19 @@ class Capture:
         self.fired.add(probe)
         # A clone: a slice would keep its whole storage alive, and fused norms write in place.
         self.pieces.append(Piece(probe, value.detach().clone()))
+
+
+def _check(probe: str, tap: Tap, modules: Mapping[str, nn.Module]) -> None:
+    """A misspelt word must not switch a check off."""
+    module, side, index, placement, kind = tap
+    if module not in modules:
+        raise TapError(f"probe {probe} is tapped at {module!r}, which is no module of the subject")
+    if side not in ("in", "out") or index < 0:
+        raise TapError(f"probe {probe} is tapped at side {side!r}, element {index}")
+    if placement not in ("Replicate", "Shard(0)", "Shard(1)", "Partial"):
+        raise TapError(f"probe {probe} has the unknown placement {placement!r}")
+    if kind not in ("value", "set", "scores", "token", "work") and not kind.startswith("by:"):
+        raise TapError(f"probe {probe} is of the unknown kind {kind!r}")
 
 
 def _ancestry(name: str) -> list[str]:

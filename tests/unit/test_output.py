@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 import sys
 import threading
 
@@ -54,3 +55,18 @@ def test_a_full_disk_is_a_plain_error():
 def test_closed_streams_are_left_alone(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     echo("text")
+
+
+def test_what_a_stream_cannot_show_is_replaced(monkeypatch, tmp_path):
+    with (tmp_path / "out").open("w", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        echo("cut\u2026\n")
+    assert (tmp_path / "out").read_text() == "cut?\n"
+
+
+@pytest.mark.parametrize(("stream", "code"), [(2, 2), (1, 2)])
+def test_a_full_stream_is_never_exit_1(stream, code):
+    command = (
+        f"{sys.executable} -m spcheck diff --tokens {0 if stream == 2 else 1} --backend loopback {stream}>/dev/full"
+    )
+    assert subprocess.run(["bash", "-c", command], timeout=120, capture_output=True).returncode == code

@@ -152,6 +152,18 @@ def test_a_nan_of_the_candidate_is_a_divergence_in_every_type():
         assert judged([row("a", wrong(float("inf")))], [], plan=plan).verdict.outcome == "DIVERGED"
 
 
+def test_what_rounding_cannot_explain_counts_behind_a_choice_too():
+    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics="bfloat16"))
+    rows = [row("a", wrong(), "set"), row("b", wrong(float("inf")))]
+    assert judged(rows, [], plan=plan).verdict.outcome == "DIVERGED"
+
+
+def test_a_reference_that_differs_from_itself_first_excuses_what_follows():
+    fault = {"reference_replica": {"rank": 1, "request": 0, "position": 1}}
+    assert judged([row("a", wrong(), **fault)], []).verdict.outcome == "INCONCLUSIVE"
+    assert judged([row("a", wrong()), row("b", difference(), **fault)], []).verdict.outcome == "DIVERGED"
+
+
 def test_a_failure_outranks_what_was_compared():
     c = judged([row("a", wrong())], [], failure="rank 1 raised ValueError: no")
     assert c.verdict.outcome == "FAILED"
