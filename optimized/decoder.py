@@ -50,7 +50,7 @@ class MtpParts(DecoderParts):
         self.embed_tokens = VocabParallelEmbedding(_own_or_main(setup, loader, "embed_tokens", "model."), setup.tp)
         self.enorm = RMSNorm(loader.full("enorm.weight"), config.rms_norm_eps)
         self.hnorm = RMSNorm(loader.full("hnorm.weight"), config.rms_norm_eps)
-        self.fused_eh_norm = FusedEhNorm(self.enorm, self.hnorm) if setup.fused_eh_norm else None
+        self.fused_eh_norm = FusedEhNorm(self.enorm, self.hnorm) if config.fused_eh_norm else None
         self.eh_proj = Linear(loader.full("eh_proj.weight"))
         self.shared_head = SharedHead(setup, loader.at("shared_head"), norm)
 

@@ -24,7 +24,6 @@ class Setup:
     rotary: RotaryTable
     aux_layers: tuple[int, ...] = ()
     skip_padding: bool = True
-    fused_eh_norm: bool = True
 
     @property
     def sp(self) -> SequenceParallel:

@@ -28,6 +28,7 @@ def taps(config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> di
     """Probe name -> (module, side, index, placement, kind)."""
     at = PLACEMENTS[scheme]
     out = {
+        "model.embed_tokens.in": ("model.embed_tokens", "in", 0, "Replicate", "set"),
         "model.embed_tokens.out": _value("model.embed_tokens", "Replicate"),
         **_norm("model.norm", at),
         "model.out": _value("model", "Replicate"),
@@ -106,6 +107,7 @@ def _moe(mlp: str, at: Placements) -> dict[str, Tap]:
 def _mtp(layer: str, at: Placements) -> dict[str, Tap]:
     head = f"{layer}.shared_head"
     return {
+        f"{layer}.embed_tokens.in": (f"{layer}.embed_tokens", "in", 0, "Replicate", "set"),
         f"{layer}.embed_tokens.out": _value(f"{layer}.embed_tokens", "Replicate"),
         f"{layer}.eh_proj.in": _value(f"{layer}.eh_proj", at.rows, side="in"),
         f"{layer}.eh_proj.out": _value(f"{layer}.eh_proj", at.rows),

@@ -113,7 +113,7 @@ def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     file_of = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(file_of, dict) or not file_of:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _LARGEST = 2**31 - 1  # what indices of 32 bits can count
+_LARGEST_FLOAT = 1e30  # what float32 holds, with room for a product
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v32")
 
@@ -74,6 +75,7 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
 
     latent_norm_eps: float = 1e-6  # of q_a_layernorm and kv_a_layernorm; engines use rms_norm_eps instead
+    fused_eh_norm: bool = False  # an engine may run the MTP layer's two input norms as one kernel
     mtp_zero_first_embedding: bool = False  # vLLM zeroes the MTP embedding at position 0
     pipeline_parallel_size: int = 1
     lora_rank: int = 0
@@ -111,19 +113,31 @@ _FIXED: dict[str, object] = {
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Reads ``folder/config.json``.
+    """The config of ``folder/config.json``.
 
     Raises:
-        ConfigError: no such file, no JSON object, or a value the model cannot have.
+        ConfigError: as of :func:`read_config` and :func:`parse_config`.
+    """
+    return parse_config(read_config(folder))
+
+
+def read_config(folder: Path) -> object:
+    """What ``folder/config.json`` holds.
+
+    Raises:
+        ConfigError: no such file, or no JSON.
     """
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not path.is_file():
+            raise ConfigError(f"{folder} has no readable config.json")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    return parse_config(raw)
 
 
 def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> ModelConfig:
@@ -187,7 +201,7 @@ def _yarn(block: Mapping[str, Any]) -> YarnConfig:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_FLOAT
 
 
 def _typed(name: str, value: object) -> Any:
@@ -196,7 +210,7 @@ def _typed(name: str, value: object) -> Any:
     if value is None and "None" in kind:
         return value
     wanted = kind.split(" | ")[0]
-    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_FLOAT:
         return float(value)
     if type(value).__name__ != wanted:
         raise ConfigError(f"{name} must be {wanted}, not {value!r}")

@@ -20,11 +20,11 @@ from reference.parallel import ColumnParallelLinear, Communicator, RowParallelLi
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)), its width split over the ranks; summed over them with ``reduce``."""
 
-    def __init__(self, D: int, width: int, tp: Communicator, *, reduce: bool) -> None:
+    def __init__(self, D: int, width: int, tp: Communicator, *, reduce: bool, act_fn: nn.Module | None = None) -> None:
         super().__init__()
         self.gate_proj = ColumnParallelLinear(D, width, tp)
         self.up_proj = ColumnParallelLinear(D, width, tp)
-        self.act_fn = SiluAndMultiply()
+        self.act_fn = act_fn or SiluAndMultiply()
         self.down_proj = RowParallelLinear(width, D, tp, reduce=reduce)
 
     def forward(self, m_TD: Tensor) -> Tensor:
@@ -103,19 +103,22 @@ class Gate(nn.Module):
         return ids_TK, self.weigh(s_TE, ids_TK)
 
 
-class Experts(nn.ModuleList):
-    """All experts, each with its width split over the ranks; they run one after the other."""
+class Experts(nn.Module):
+    """All experts, each with its width split over the ranks; they run one after the other and share an activation."""
 
     def __init__(self, config: ModelConfig, tp: Communicator) -> None:
         D, Fe = config.hidden_size, config.moe_intermediate_size
-        super().__init__(SwiGLU(D, Fe, tp, reduce=False) for _ in range(config.n_routed_experts))
+        super().__init__()
+        self.act_fn = SiluAndMultiply()
+        for e in range(config.n_routed_experts):
+            self.add_module(str(e), SwiGLU(D, Fe, tp, reduce=False, act_fn=self.act_fn))
 
     def forward(self, m_TD: Tensor, ids_TK: Tensor, wt_TK: Tensor) -> Tensor:
         """Σ_k wt[k] Expert_ids[k](m): [T, D], this rank's partial sum."""
         y_TD = torch.zeros_like(wide(m_TD))
         for e in sorted(set(ids_TK.flatten().tolist())):
             rows, k = (ids_TK == e).nonzero(as_tuple=True)
-            y_TD[rows] += wt_TK[rows, k, None] * self[e](m_TD[rows])
+            y_TD[rows] += wt_TK[rows, k, None] * self.get_submodule(str(e))(m_TD[rows])
         return y_TD.to(m_TD.dtype)
 
 

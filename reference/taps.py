@@ -33,6 +33,7 @@ def _in(module: str, placement: str = "Replicate", kind: str = "value") -> Tap:
 
 
 def _ends(aux_layers: Sequence[int]) -> Iterator[tuple[str, Tap]]:
+    yield "model.embed_tokens.in", _in("model.embed_tokens", kind="set")
     yield "model.embed_tokens.out", _out("model.embed_tokens")
     yield "model.norm.in", _in("model.norm")
     yield "model.norm.out", _out("model.norm")
@@ -85,6 +86,7 @@ def _moe(prefix: str) -> Iterator[tuple[str, Tap]]:
 
 
 def _mtp() -> Iterator[tuple[str, Tap]]:
+    yield "embed_tokens.in", _in("embed_tokens", kind="set")
     yield "embed_tokens.out", _out("embed_tokens")
     for module in ("eh_proj", "shared_head.norm"):
         yield f"{module}.in", _in(module)

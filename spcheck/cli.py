@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _INTERNAL = 70
+_LONGEST = 1e6  # seconds
 
 
 @click.group(
@@ -127,8 +127,10 @@ def _case(tokens: int | None, requests: tuple[int, ...] | None, options: dict[st
         raise UsageError("there is no request: give --tokens N or --requests N,N,...")
     if options["skip_padding"] is None:
         options["skip_padding"] = _skip_padding_default()
-    if not 0 < options["timeout"] < math.inf:
-        raise UsageError(f"--timeout must be a positive number of seconds, not {options['timeout']:g}")
+    if not 0 < options["timeout"] <= _LONGEST:
+        raise UsageError(
+            f"--timeout must be a positive number of seconds up to {_LONGEST:g}, not {options['timeout']:g}"
+        )
     return Case(requests=requests if requests is not None else (tokens or 0,), **options)
 
 

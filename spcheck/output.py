@@ -16,6 +16,8 @@ import click
 from spcheck.errors import UsageError
 from spcheck.launch.parent import Progress
 
+_LONGEST_NAME = 240  # bytes, with room for what a file beside it adds
+
 
 class JsonTarget:
     """Where ``--json`` writes: ``-`` is stdout. Checked before the run, so that no result is lost after it.
@@ -49,10 +51,11 @@ class JsonTarget:
             raise UsageError(f"--json {self.name} cannot be written: {error.strerror}") from error
 
     def _writable(self) -> bool:
-        if self._path.exists():
-            return not self._path.is_dir() and os.access(self._path, os.W_OK)
-        folder = self._path.absolute().parent
-        return folder.is_dir() and os.access(folder, os.W_OK)
+        folder = os.path.dirname(os.path.realpath(self._path))
+        into = os.path.isdir(folder) and os.access(folder, os.W_OK)
+        if not os.path.exists(self._path):
+            return into and len(os.fsencode(self._path.name)) < _LONGEST_NAME
+        return not os.path.isdir(self._path) and os.access(self._path, os.W_OK) and (into or not self._is_file())
 
     def _is_file(self) -> bool:
         """A device or pipe is written into; to rename a file over it would destroy it."""

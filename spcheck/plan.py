@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
 
-from reference.config import ConfigError, ModelConfig, parse_config
+from reference.config import ConfigError, ModelConfig, parse_config, read_config
 from spcheck.case import Case
 from spcheck.errors import UsageError
 from spcheck.phases import Phase, layer_of, phases_of
+
+_MOST = 10**6  # rows, or draft steps: far over what one run can hold
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,9 @@ def _raw_config(model: str) -> object:
     if model in preset_names():
         return json.loads(resources.files("spcheck").joinpath("presets", f"{model}.json").read_text(encoding="utf-8"))
     folder = Path(model)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # unlike Path.is_dir it says no where it may not look
         raise UsageError(f"--model {model} is neither a preset ({', '.join(preset_names())}) nor a folder")
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--model {model} has no readable config.json: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    return read_config(folder)
 
 
 def resolve_scheme(case: Case, config: ModelConfig) -> tuple[str, str]:
@@ -128,6 +126,8 @@ def _check_rows(case: Case, config: ModelConfig) -> None:
         raise UsageError("there is no request: give --tokens or --requests")
     if bad := [n for n in case.requests if n < 1]:
         raise UsageError(f"a request needs at least 1 token, not {bad[0]}")
+    if too_many := [n for n in (*case.requests, case.pad_to or 0, case.mtp_steps) if n > _MOST]:
+        raise UsageError(f"{too_many[0]} is more than spcheck counts to ({_MOST})")
     total = sum(case.requests)
     if case.pad_to is not None and case.pad_to < total:
         raise UsageError(f"--pad-to {case.pad_to} is less than the {total} tokens of the step")
@@ -147,8 +147,8 @@ def _check_rows(case: Case, config: ModelConfig) -> None:
 
 
 def _check_world(case: Case, config: ModelConfig) -> None:
-    if case.seed < 0:
-        raise UsageError(f"--seed must be 0 or more, not {case.seed}")
+    if not 0 <= case.seed < 2**63:
+        raise UsageError(f"--seed must be 0 or more and less than 2^63, not {case.seed}")
     if case.tp < 1:
         raise UsageError(f"--tp must be 1 or more, not {case.tp}")
     sizes = {

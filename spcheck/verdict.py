@@ -30,12 +30,12 @@ class Comparison:
     @property
     def compared(self) -> int:
         """Probe and call pairs with at least one real row compared."""
-        return sum(1 for r in self.results if r.rows)
+        return len(_compared(self.results))
 
     @property
     def bitwise_equal(self) -> int:
         """Those of them that are equal in every element."""
-        return sum(1 for r in self.results if r.rows and r.bitwise_equal)
+        return _equal(self.results)
 
 
 def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, Any], failure: str | None) -> Comparison:
@@ -51,16 +51,22 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     findings += _pairing_findings(plan, results, reports) if failure is None else []
     findings += [_breach_finding(b) for c in (rows, collectives, work) for b in c.breaches]
     findings += _scheme_findings(plan, reports)
-    compared = [r for r in results if r.rows]
-    equal = sum(1 for r in compared if r.bitwise_equal)
     verdict = Verdict(
-        outcome=outcome_of(len(compared), equal, findings),
+        outcome=outcome_of(len(_compared(results)), _equal(results), findings),
         scheme=plan.scheme,
         reason=plan.reason,
         findings=tuple(findings),
         first_divergence=_first_divergence(results, first, findings),
     )
     return Comparison(plan, results, rows, collectives, work, verdict, environment)
+
+
+def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:
+    return [r for r in results if r.rows]
+
+
+def _equal(results: Sequence[ProbeResult]) -> int:
+    return sum(r.bitwise_equal for r in _compared(results))
 
 
 def sentence(result: ProbeResult, plan: Plan) -> str:

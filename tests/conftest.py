@@ -1,8 +1,7 @@
-"""Shared fixtures. Every xdist worker computes with one thread: the ranks are the parallelism."""
+"""Shared by the tests. Every xdist worker computes with one thread: the ranks are the parallelism."""
 
 import gc
 
-import pytest
 import torch
 
 from spcheck.case import Case
@@ -12,16 +11,6 @@ from spcheck.verdict import Comparison, conclude
 
 torch.set_num_threads(1)
 gc.freeze()  # as the host does: torch's own objects are not visited by every collection
-
-
-@pytest.fixture
-def compare():
-    """Runs a case on the loopback backend in this process: ``compare(tp=2, requests=(17,), ...)``."""
-
-    def run(**options) -> Comparison:
-        return compare_case(Case(**{"backend": "loopback", **options}))
-
-    return run
 
 
 def compare_case(case: Case) -> Comparison:

@@ -159,7 +159,9 @@ def _terminable() -> Iterator[None]:
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # What the caller ignores stays ignored: nohup.
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield
     finally:

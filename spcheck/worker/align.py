@@ -74,11 +74,11 @@ def _joined(pieces: Sequence[Piece], taps: Mapping[str, Tap]) -> dict[str, Tenso
 
 
 def _cat(values: list[Tensor], kind: str) -> Tensor:
+    values = [v.unsqueeze(1) if v.ndim == 1 else v.flatten(1) for v in values]
     if kind in _FILL:
         width = max(v.shape[1] for v in values)
         values = [F.pad(v, (0, width - v.shape[1]), value=_FILL[kind]) for v in values]
-    joined = values[0] if len(values) == 1 else torch.cat(values)
-    return joined.reshape(joined.shape[0], -1)
+    return values[0] if len(values) == 1 else torch.cat(values)
 
 
 def _post(outgoing: list[dict[str, Tensor]], probe: str, value: Tensor, tap: Tap, phase: Phase) -> None:

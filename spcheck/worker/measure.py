@@ -39,8 +39,8 @@ def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool =
     """Compares [rows, width] with [rows, width], in float64.
 
     Equal means ``==``: -0 equals +0, equal infinities are equal, a NaN equals nothing. With ``one_scale`` errors are
-    relative to the largest expected element of all rows: for index scores, sums of terms of either sign, of which a
-    row may hold a single one that almost cancels.
+    relative to the largest expected element of all rows: for index scores below float64, sums of terms of either sign,
+    of which a row may hold a single one that almost cancels.
     """
     if expected.shape != actual.shape:
         return _misshapen(expected, actual)

@@ -71,7 +71,7 @@ def _run(world: World, plan: Plan, device: str, report: dict[str, Any], sides: l
     candidate = Side(CANDIDATE, plan, plan.scheme, weights, world, tokens)
     sides.append(candidate)
     report["candidate"] = candidate.log
-    compare = Comparison(plan, world, reference.taps, candidate.taps, report)
+    compare = Comparer(plan, world, reference.taps, candidate.taps, report)
     for phase, wanted in expected[: len(plan.phases)]:
         compare(phase, wanted, candidate.run(phase))
     seen_caches = dict(candidate.caches())
@@ -80,11 +80,12 @@ def _run(world: World, plan: Plan, device: str, report: dict[str, Any], sides: l
     candidate.log["silent"] = candidate.silent()
 
 
-class Comparison:
+class Comparer:
     """Measures what is complete on this rank and appends numbers to the report."""
 
     def __init__(self, plan: Plan, world: World, reference: Taps, candidate: Taps, report: dict[str, Any]) -> None:
         self._bound = BOUNDS[plan.case.numerics]
+        self._low_precision = plan.case.numerics != "float64"
         self._world = world
         self._experts = plan.config.n_routed_experts
         self._kinds = _kinds(reference, candidate)
@@ -122,7 +123,7 @@ class Comparison:
         if kind.startswith("by:"):
             ids = kind.removeprefix("by:")
             e, a = _by_id(e, expected.get(ids)), _by_id(a, actual.get(ids))
-        return measure(e, a, self._bound, one_scale=kind == "scores")
+        return measure(e, a, self._bound, one_scale=kind == "scores" and self._low_precision)
 
     def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
         counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=self._experts)

@@ -99,8 +99,8 @@ def test_the_json_document(tmp_path):
     assert result["schema"] == "spcheck.diff/1"
     assert (result["outcome"], result["scheme"], result["first_divergence"]) == ("EQUIVALENT", "full-sp", None)
     assert result["case"].startswith("spcheck diff --tp 2 --tokens 17 --model dsv32-tiny")
-    assert result["activations"]["compared"] == len(result["probes"]) == 150
-    assert 0 < result["activations"]["bitwise_equal"] < 150
+    assert result["activations"]["compared"] == len(result["probes"]) == 152
+    assert 0 < result["activations"]["bitwise_equal"] < 152
     assert result["findings"] == []
     assert result["environment"]["torch"]
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]

@@ -40,6 +40,7 @@ def spcheck(*words, env=None, timeout=120):
         ("--tp 2 --tokens 17 --timeout nan", "--timeout must be a positive number"),
         ("--tp 2 --tokens 17 --timeout inf", "--timeout must be a positive number"),
         ("--tp 2 --tokens 17 --aux-layers 2,2", "--aux-layers 2,2 names a layer twice"),
+        ("--tp 2 --tokens 17 --timeout 1e10", "--timeout must be a positive number"),
         ("--tp 2 --tokens 17 --timeout 0", "--timeout must be a positive number"),
         ("--tp 2 --tokens 17 --seed -1", "--seed must be 0 or more"),
         ("--tp 2 --tokens 17 --no-such-option", "No such option"),

@@ -15,6 +15,7 @@ def plan_of(**options):
 @pytest.mark.parametrize(
     ("probe", "tp_rows", "sp_rows"),
     [
+        ("model.embed_tokens.in", 3, 3),
         ("model.embed_tokens.out", 3, 3),
         ("model.layers.0.input_layernorm.out", 3, 2),
         ("model.layers.0.self_attn.q_a_layernorm.out", 3, 3),

@@ -108,7 +108,7 @@ def test_fused_and_plain_eh_norm_agree(scheme, zero_first):
     def main(world):
         projected = []
         for fused in (True, False):
-            setup = setup_of(world, config, fused_eh_norm=fused)
+            setup = setup_of(world, tiny(mtp_zero_first_embedding=zero_first, fused_eh_norm=fused))
             layer = DATAFLOWS[scheme].build(setup).layers[config.num_hidden_layers]
             assert (layer.fused_eh_norm is not None) == fused
             projected.append(layer.embedded(token_ids(config, N), hidden_rows(config), torch.arange(N)))

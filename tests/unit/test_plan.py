@@ -1,5 +1,7 @@
 """Impossible cases are refused with one sentence, before a process starts; schemes resolve with a reason."""
 
+import os
+
 import pytest
 
 from spcheck.case import Case
@@ -20,6 +22,10 @@ def case(**options):
          "--tp 2 does not divide n_routed_experts 21"),
         ({"requests": (0,)}, "at least 1 token, not 0"),
         ({"requests": (3, -2)}, "at least 1 token, not -2"),
+        ({"pad_to": 10**22}, "is more than spcheck counts to"),
+        ({"mtp_steps": 10**8, "overrides": (("max_position_embeddings", 2**31 - 1),)}, "more than spcheck counts to"),
+        ({"seed": 10**20}, "--seed must be 0 or more and less than 2^63"),
+        ({"overrides": (("rope_theta", 10**400),)}, "rope_theta must be float"),
         ({"requests": ()}, "there is no request"),
         ({"pad_to": 16}, "--pad-to 16 is less than the 17 tokens"),
         ({"model": "dsv99"}, "neither a preset (dsv32-tiny) nor a folder"),
@@ -61,6 +67,16 @@ def test_the_scheme_and_its_reason(options, scheme, words):
 
 
 def test_a_folder_without_config(tmp_path):
+    with pytest.raises(UsageError, match=r"no readable config\.json"):
+        make_plan(case(model=str(tmp_path)))
+
+
+def test_a_config_that_is_no_file_or_no_json(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="is not JSON"):
+        make_plan(case(model=str(tmp_path)))
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UsageError, match=r"no readable config\.json"):
         make_plan(case(model=str(tmp_path)))
 
