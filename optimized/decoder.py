@@ -61,8 +61,7 @@ class MtpParts(DecoderParts):
             embedding = torch.where(positions.unsqueeze(1) == 0, 0, embedding)
         if self.fused_eh_norm is None:
             return torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
-        both: Tensor = self.fused_eh_norm(embedding, hidden)
-        return both
+        return torch.cat(self.fused_eh_norm(embedding, hidden), dim=-1)
 
 
 class SharedHead(nn.Module):

@@ -22,14 +22,28 @@ class Gate(nn.Module):
         bias = loader.full("e_score_correction_bias", kind)
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         self.score = Score()
-        self.choose = ChooseExperts(config.num_experts_per_tok, config.n_group, config.topk_group)
+        self.choose_groups = Best(config.topk_group)
+        self.choose = Best(config.num_experts_per_tok)
+        self.groups = config.n_group
         self.weigh = Weigh(config.routed_scaling_factor, normalise=config.norm_topk_prob)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[rows, D] -> [rows, K] twice."""
         scores = self.score(F.linear(x.to(self.weight.dtype), self.weight))
-        ids = self.choose(scores + self.e_score_correction_bias)
+        biased = scores + self.e_score_correction_bias
+        if self.choose_groups.count < self.groups:
+            biased = within_best_groups(biased, self.groups, self.choose_groups)
+        ids: Tensor = self.choose(biased)
         return ids, self.weigh(scores, ids)
+
+
+def within_best_groups(biased: Tensor, groups: int, choose: nn.Module) -> Tensor:
+    """[rows, E] -> the same with -inf outside the chosen groups; a group counts as much as its two best scores."""
+    by_group = biased.view(biased.shape[0], groups, -1)
+    kept = choose(by_group.topk(2, dim=-1).values.sum(dim=-1))  # values only, so ties cannot matter
+    dropped = torch.ones(by_group.shape[:2], dtype=torch.bool, device=biased.device)
+    dropped.scatter_(-1, kept, value=False)
+    return by_group.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 class Score(nn.Module):
@@ -40,33 +54,17 @@ class Score(nn.Module):
         return logits.sigmoid()
 
 
-class ChooseExperts(nn.Module):
-    """Biased scores [rows, E] -> the K best experts of the best groups, lowest id first among equals.
+class Best(nn.Module):
+    """Scores [rows, N] -> the ids of the ``count`` best, lowest id first among equals."""
 
-    A group is ranked by the sum of its two best scores.
-    """
-
-    def __init__(self, count: int, groups: int, kept: int) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.count, self.groups, self.kept = count, groups, kept
+        self.count = count
 
-    def forward(self, biased: Tensor) -> Tensor:
-        """[rows, E] -> [rows, K]."""
-        if self.kept < self.groups:
-            biased = self._within_best_groups(biased)
-        return _best(biased, self.count)
-
-    def _within_best_groups(self, biased: Tensor) -> Tensor:
-        by_group = biased.view(biased.shape[0], self.groups, -1)
-        strength = by_group.topk(2, dim=-1).values.sum(dim=-1)  # values only, so ties cannot matter
-        dropped = torch.ones_like(strength, dtype=torch.bool)
-        dropped.scatter_(-1, _best(strength, self.kept), value=False)
-        return by_group.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    _, ids = scores.sort(dim=-1, descending=True, stable=True)
-    return ids[..., :count]
+    def forward(self, scores: Tensor) -> Tensor:
+        """[rows, N] -> [rows, count]."""
+        _, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return ids[..., : self.count]
 
 
 class Weigh(nn.Module):

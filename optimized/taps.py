@@ -34,12 +34,12 @@ def taps(config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> di
         "model.out": _value("model", "Replicate"),
         **{f"model.aux.{i}": _value("model", "Replicate", 1 + j) for j, i in enumerate(sorted(set(aux_layers)))},
         "lm_head.out": _value("lm_head", "Replicate"),
-        "sampler.out": ("sampler", "out", 0, "Replicate", "token"),
+        **_sampler("sampler"),
     }
     for index in range(config.mtp_layers.stop):
         out |= _layer(config, index, at)
     for index in config.mtp_layers:
-        out |= _mtp(f"model.layers.{index}", at)
+        out |= _mtp(config, f"model.layers.{index}", at)
     return out
 
 
@@ -62,7 +62,7 @@ def _norm(module: str, at: Placements) -> dict[str, Tap]:
 def _layer(config: ModelConfig, index: int, at: Placements) -> dict[str, Tap]:
     layer = f"model.layers.{index}"
     post = f"{layer}.post_attention_layernorm"
-    mlp = _moe(f"{layer}.mlp", at) if config.is_moe_layer(index) else _dense(f"{layer}.mlp", at)
+    mlp = _moe(config, f"{layer}.mlp", at) if config.is_moe_layer(index) else _dense(f"{layer}.mlp", at)
     return {
         **_norm(f"{layer}.input_layernorm", at),
         **_attention(config, f"{layer}.self_attn"),
@@ -79,34 +79,55 @@ def _attention(config: ModelConfig, attention: str) -> dict[str, Tap]:
     if config.has_indexer:
         replicated += ["indexer.q_rope", "indexer.k_rope", "indexer.head_weights"]
     out = {f"{attention}.{name}.out": _value(f"{attention}.{name}", "Replicate") for name in replicated}
+    out[f"{attention}.q_split.out"] = _value(f"{attention}.q_split", "Shard(1)")
     out[f"{attention}.q_rope.out"] = _value(f"{attention}.q_rope", "Shard(1)")
+    keys = f"keys:{attention}.indexer.choose.out" if config.has_indexer else "keys"
+    out[f"{attention}.softmax.out"] = (f"{attention}.softmax", "out", 0, "Shard(1)", keys)
     out[f"{attention}.o_proj.in"] = _value(f"{attention}.o_proj", "Shard(1)", side="in")
     if config.has_indexer:
-        choose = f"{attention}.indexer.choose"
-        out[f"{choose}.in"] = (choose, "in", 0, "Replicate", "scores")
-        out[f"{choose}.out"] = (choose, "out", 0, "Replicate", "set")
+        out |= _choice(f"{attention}.indexer.choose", "Replicate")
     return out
+
+
+def _choice(module: str, placement: str) -> dict[str, Tap]:
+    return {
+        f"{module}.in": (module, "in", 0, placement, "scores"),
+        f"{module}.out": (module, "out", 0, placement, "set"),
+    }
+
+
+def _sampler(module: str) -> dict[str, Tap]:
+    return {
+        f"{module}.in": (module, "in", 0, "Replicate", "logits"),
+        f"{module}.out": (module, "out", 0, "Replicate", "token"),
+    }
 
 
 def _dense(mlp: str, at: Placements) -> dict[str, Tap]:
     return {f"{mlp}.act_fn.out": _value(f"{mlp}.act_fn", at.channels)}
 
 
-def _moe(mlp: str, at: Placements) -> dict[str, Tap]:
+def _moe(config: ModelConfig, mlp: str, at: Placements) -> dict[str, Tap]:
     gate = f"{mlp}.gate"
     return {
         f"{gate}.score.out": _value(f"{gate}.score", at.rows),
-        f"{gate}.choose.out": (f"{gate}.choose", "out", 0, at.rows, "set"),
+        **(_choice(f"{gate}.choose_groups", at.rows) if config.topk_group < config.n_group else {}),
+        **_choice(f"{gate}.choose", at.rows),
         f"{gate}.weigh.out": (f"{gate}.weigh", "out", 0, at.rows, f"by:{gate}.choose.out"),
         f"{mlp}.experts.out": _value(f"{mlp}.experts", at.block),
         f"{mlp}.experts.work": (f"{mlp}.experts.permute", "out", 1, "Shard(0)", "work"),
+        f"{mlp}.shared_experts.act_fn.out": _value(f"{mlp}.shared_experts.act_fn", at.channels),
         f"{mlp}.shared_experts.out": _value(f"{mlp}.shared_experts", at.block),
     }
 
 
-def _mtp(layer: str, at: Placements) -> dict[str, Tap]:
+def _mtp(config: ModelConfig, layer: str, at: Placements) -> dict[str, Tap]:
     head = f"{layer}.shared_head"
+    norms = [("enorm", 0), ("hnorm", 0)] if not config.fused_eh_norm else [("fused_eh_norm", 0), ("fused_eh_norm", 1)]
+    enorm, hnorm = (_value(f"{layer}.{module}", "Replicate", index) for module, index in norms)
     return {
+        f"{layer}.enorm.out": enorm,
+        f"{layer}.hnorm.out": hnorm,
         f"{layer}.embed_tokens.in": (f"{layer}.embed_tokens", "in", 0, "Replicate", "set"),
         f"{layer}.embed_tokens.out": _value(f"{layer}.embed_tokens", "Replicate"),
         f"{layer}.eh_proj.in": _value(f"{layer}.eh_proj", at.rows, side="in"),
@@ -114,5 +135,5 @@ def _mtp(layer: str, at: Placements) -> dict[str, Tap]:
         **_norm(f"{head}.norm", at),
         f"{layer}.out": _value(layer, "Replicate"),
         f"{head}.head.out": _value(f"{head}.head", "Replicate"),
-        f"{head}.sampler.out": (f"{head}.sampler", "out", 0, "Replicate", "token"),
+        **_sampler(f"{head}.sampler"),
     }

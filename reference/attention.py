@@ -43,9 +43,9 @@ class QuerySplit(nn.Module):
 class Softmax(nn.Module):
     """Softmax over the keys."""
 
-    def forward(self, z_HTS: Tensor) -> Tensor:
-        """[H, T, S] -> [H, T, S]."""
-        return torch.softmax(z_HTS, dim=-1)
+    def forward(self, z_THS: Tensor) -> Tensor:
+        """[T, H, S] -> [T, H, S]."""
+        return torch.softmax(z_THS, dim=-1)
 
 
 class HeadWeights(nn.Module):
@@ -148,10 +148,10 @@ class Attention(nn.Module):
             # The causal mask stays: a choice may be another run's, when that is replayed.
             allowed_TS = causal_TS & self.indexer(a_TD, cq_TQ, positions_T, cache, causal_TS)
 
-        z_HTS = torch.einsum("thn,shn->hts", wide(qn_THN), wide(kn_SHN))
-        z_HTS = self.scale * (z_HTS + torch.einsum("thr,sr->hts", wide(qr_THR), wide(kr_SR)))
-        w_HTS = self.softmax(torch.where(allowed_TS, z_HTS, -math.inf))
-        o_THV = torch.einsum("hts,shv->thv", w_HTS.to(v_SHV.dtype), v_SHV)
+        z_THS = torch.einsum("thn,shn->ths", wide(qn_THN), wide(kn_SHN))
+        z_THS = self.scale * (z_THS + torch.einsum("thr,sr->ths", wide(qr_THR), wide(kr_SR)))
+        w_THS = self.softmax(torch.where(allowed_TS[:, None, :], z_THS, -math.inf))
+        o_THV = torch.einsum("ths,shv->thv", w_THS.to(v_SHV.dtype), v_SHV)
         out_TD: Tensor = self.o_proj(o_THV.flatten(1))
         return out_TD
 

@@ -41,31 +41,21 @@ class Score(nn.Module):
         return torch.sigmoid(r_TE)
 
 
-class ChooseExperts(nn.Module):
-    """The K best experts of the Gk best groups; a group's score is the sum of its two best experts.
+class Choose(nn.Module):
+    """The k largest scores of each row; the lowest index wins a tie."""
 
-    The lowest index wins a tie, among groups and among experts.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, k: int) -> None:
         super().__init__()
-        self.groups = config.n_group
-        self.kept_groups = config.topk_group
-        self.k = config.num_experts_per_tok
+        self.k = k
 
-    def forward(self, c_TE: Tensor) -> Tensor:
-        """Biased scores [T, E] -> expert ids [T, K]."""
-        c_TGx = c_TE.reshape(c_TE.shape[0], self.groups, -1)
-        group_score_TG = c_TGx.sort(dim=-1, descending=True).values[:, :, :2].sum(dim=-1)
-        kept_ids = _descending(group_score_TG)[:, : self.kept_groups]
-        kept_TG = torch.zeros_like(group_score_TG, dtype=torch.bool).scatter_(1, kept_ids, True)
-        # -inf, not 0: a biased score may be negative.
-        c_TE = torch.where(kept_TG[:, :, None], c_TGx, -math.inf).flatten(1)
-        return _descending(c_TE)[:, : self.k]
+    def forward(self, c_Tx: Tensor) -> Tensor:
+        """Scores [T, x] -> ids [T, k]."""
+        return c_Tx.sort(dim=-1, descending=True, stable=True).indices[:, : self.k]
 
 
-def _descending(x: Tensor) -> Tensor:
-    return x.sort(dim=-1, descending=True, stable=True).indices
+def group_scores(c_TGx: Tensor) -> Tensor:
+    """A group's score is the sum of its two best experts: [T, G, E/G] -> [T, G]."""
+    return c_TGx.sort(dim=-1, descending=True).values[:, :, :2].sum(dim=-1)
 
 
 class Weigh(nn.Module):
@@ -91,16 +81,25 @@ class Gate(nn.Module):
         super().__init__()
         self.weight = empty_parameter(config.n_routed_experts, config.hidden_size)
         self.e_score_correction_bias = empty_parameter(config.n_routed_experts)
+        self.groups = config.n_group
         self.score = Score()
-        self.choose = ChooseExperts(config)
+        self.choose_groups = Choose(config.topk_group)
+        self.choose = Choose(config.num_experts_per_tok)
         self.weigh = Weigh(config)
 
     def forward(self, m_TD: Tensor) -> tuple[Tensor, Tensor]:
         """[T, D] -> expert ids [T, K], routing weights [T, K]."""
         r_TE = F.linear(wide(m_TD), wide(self.weight))
         s_TE = self.score(r_TE)
-        ids_TK = self.choose(s_TE + wide(self.e_score_correction_bias))
+        ids_TK = self.choose(self.in_kept_groups(s_TE + wide(self.e_score_correction_bias)))
         return ids_TK, self.weigh(s_TE, ids_TK)
+
+    def in_kept_groups(self, c_TE: Tensor) -> Tensor:
+        """Biased scores [T, E], -inf outside the best groups: not 0, since a biased score may be negative."""
+        c_TGx = c_TE.reshape(c_TE.shape[0], self.groups, -1)
+        kept_Tk = self.choose_groups(group_scores(c_TGx))
+        kept_TG = torch.zeros(c_TGx.shape[:2], dtype=torch.bool, device=c_TE.device).scatter_(1, kept_Tk, True)
+        return torch.where(kept_TG[:, :, None], c_TGx, -math.inf).flatten(1)
 
 
 class Experts(nn.Module):

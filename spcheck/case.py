@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NUMERICS = ("float64", "float32", "bfloat16")
+NUMERICS = ("exact", "float64", "float32", "bfloat16")
 SCHEMES = ("auto", "tp", "full-sp")
+GRID_NAMES = ("auto", "A", "B")
 BACKENDS = ("auto", "gloo", "nccl", "loopback")
 PADDING_CONTENTS = ("zero", "random", "nan")
 
@@ -20,14 +21,18 @@ class Case:
     """One run of the pair.
 
     ``requests`` are the new tokens of each request. ``pad_to`` is the row count the target step and draft step 0
-    are padded to (a captured graph's size). ``overrides`` are config keys set by the user, in order.
+    are padded to (a captured graph's size). ``overrides`` are config keys set by the user, in order. ``grid`` is that
+    of exact numerics. ``reference_world`` is 1 for a reference that rank 0 runs alone; None: as many ranks as the
+    candidate has.
     """
 
     requests: tuple[int, ...]
     tp: int
     model: str = "dsv32-tiny"
     overrides: tuple[tuple[str, Any], ...] = ()
-    numerics: str = "float64"
+    numerics: str = "exact"
+    grid: str = "auto"
+    reference_world: int | None = None
     scheme: str = "auto"
     require_scheme: str | None = None
     mtp_steps: int = 1
@@ -55,7 +60,10 @@ class Case:
 
     def _policy(self) -> list[str]:
         words = ["--skip-padding" if self.skip_padding else "--no-skip-padding"]
-        words += ["--padding-content", self.padding_content, "--numerics", self.numerics, "--scheme", self.scheme]
+        words += ["--padding-content", self.padding_content, "--numerics", self.numerics]
+        words += ["--grid", self.grid] if self.numerics == "exact" else []
+        words += ["--reference-world", str(self.reference_world)] if self.reference_world is not None else []
+        words += ["--scheme", self.scheme]
         words += ["--require-scheme", self.require_scheme] if self.require_scheme else []
         return [*words, "--seed", str(self.seed), "--backend", self.backend, "--timeout", f"{self.timeout:g}"]
 

@@ -6,13 +6,14 @@ import importlib.util
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from spcheck import __version__
-from spcheck.case import BACKENDS, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
+from spcheck.case import BACKENDS, GRID_NAMES, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
 from spcheck.errors import SpcheckError, UsageError
 from spcheck.output import JsonTarget, echo, progress, wants_color, width
 
@@ -84,7 +85,12 @@ def _skip_padding_default() -> bool:
     multiple=True,
     help="Overrides a config key; repeatable.",
 )
-@click.option("--numerics", type=click.Choice(NUMERICS), default="float64", show_default=True, help="Working type.")
+@click.option("--numerics", type=click.Choice(NUMERICS), default="exact", show_default=True,
+              help="exact: float64 on a grid, where every sum is exact; else a plain type.")  # fmt: skip
+@click.option("--grid", type=click.Choice(GRID_NAMES), default="auto", show_default=True,
+              help="Grid of exact numerics; B is coarser and leaves more room.")  # fmt: skip
+@click.option("--reference-world", type=int, metavar="N",
+              help="Ranks of the reference: 1, or as many as the candidate has (the default).")  # fmt: skip
 @click.option("--scheme", type=click.Choice(SCHEMES), default="auto", show_default=True, help="Candidate's dataflow.")
 @click.option("--require-scheme", type=click.Choice(SCHEMES[1:]), help="Exit 3 unless this scheme ran.")
 @click.option("--mtp-steps", type=int, default=1, show_default=True, help="Tokens to draft.")
@@ -143,7 +149,8 @@ def _compare(case: Case) -> Comparison:
         log = run_case(case, say)
     from spcheck.verdict import conclude
 
-    return conclude(plan, log.reports, log.environment, log.failure)
+    comparison = conclude(plan, log.reports, log.environment, log.failure)
+    return _compare(replace(case, grid="B")) if comparison.wants_coarser_grid else comparison
 
 
 def _show(comparison: Comparison, target: JsonTarget | None) -> None:

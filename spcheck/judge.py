@@ -6,8 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-BOUNDS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 2.0**-4}
+from spcheck.exact import exact_bound
+
+BOUNDS = {"exact": 0.0, "float64": 1e-12, "float32": 2e-5, "bfloat16": 2.0**-4}
 """Largest error of a token row, relative to the row's largest expected element, that still passes."""
+
+
+def bound_of(numerics: str, probe: str) -> float:
+    """The bound at one probe; in exact numerics a step that rounds has one, relative to the largest of all elements."""
+    return exact_bound(probe) if numerics == "exact" else BOUNDS[numerics]
+
 
 EXIT_CODES = {"EQUAL": 0, "EQUIVALENT": 0, "DIVERGED": 1, "INCONCLUSIVE": 3, "FAILED": 4}
 SEVERITY = ("EQUAL", "EQUIVALENT", "INCONCLUSIVE", "DIVERGED", "FAILED")

@@ -10,6 +10,23 @@ RankReport = dict[str, Any]
 
 
 @dataclass
+class ChoiceCounts:
+    """Rows of a top-k choice: chosen alike, or otherwise within or beyond what the scores' own error explains.
+
+    ``margin`` is the least distance between the last chosen score and the best one left out, in the reference.
+    ``flip_margin`` and ``score_error`` are those of the widest flip.
+    """
+
+    compared: int = 0
+    agreeing: int = 0
+    within: int = 0
+    beyond: int = 0
+    margin: float | None = None
+    flip_margin: float | None = None
+    score_error: float | None = None
+
+
+@dataclass
 class ProbeResult:
     """One probe in one forward, over all ranks that own rows of it.
 
@@ -32,6 +49,8 @@ class ProbeResult:
     ratio: float | None = None
     note: str = ""
     reference_nan: bool = False
+    choices: ChoiceCounts | None = None
+    straddle: dict[str, Any] | None = None
     unpaired: str | None = None
     replica: dict[str, Any] | None = None
     reference_replica: dict[str, Any] | None = None
@@ -63,6 +82,9 @@ def _add(result: ProbeResult, row: dict[str, Any], rank: int) -> None:
     for name in ("replica", "reference_replica"):
         if name in row:
             setattr(result, name, row[name])
+    result.straddle = min((s for s in (result.straddle, row.get("straddle")) if s), key=_place, default=None)
+    if "choices" in row:
+        result.choices = _added(result.choices or ChoiceCounts(), row["choices"])
     if "difference" in row:
         _add_difference(result, row, rank)
 
@@ -74,7 +96,7 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
     result.rows_over += d["rows_over"]
     result.max_abs = max(result.max_abs, d["max_abs"])
     result.reference_nan = result.reference_nan or d["reference_nan"]
-    if d["unequal_rows"] and d["max_rel"] >= result.max_rel:
+    if d["worst_row"] is not None and d["max_rel"] >= result.max_rel:
         result.max_rel = d["max_rel"]
         result.worst = {
             **row.get("worst", {"request": None, "position": None}),
@@ -90,6 +112,29 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
         result.ratio = d["ratio"]
         first = {**row.get("first", {"request": None, "position": None}), "rank": rank}
         result.first = min((f for f in (result.first, first) if f), key=_place)
+
+
+def _added(counts: ChoiceCounts, c: dict[str, Any]) -> ChoiceCounts:
+    margins = [m for m in (counts.margin, c["margin"]) if m is not None]
+    wider = c["flip_margin"] is not None and c["flip_margin"] >= (counts.flip_margin or 0.0)
+    return ChoiceCounts(
+        compared=counts.compared + c["compared"],
+        agreeing=counts.agreeing + c["agreeing"],
+        within=counts.within + c["within"],
+        beyond=counts.beyond + c["beyond"],
+        margin=min(margins, default=None),
+        flip_margin=c["flip_margin"] if wider else counts.flip_margin,
+        score_error=c["score_error"] if wider else counts.score_error,
+    )
+
+
+def total_choices(results: Sequence[ProbeResult]) -> ChoiceCounts:
+    """All choices of a run."""
+    total = ChoiceCounts()
+    for result in results:
+        if result.choices is not None:
+            total = _added(total, vars(result.choices))
+    return total
 
 
 def _place(where: dict[str, Any]) -> tuple[int, ...]:

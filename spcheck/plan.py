@@ -12,6 +12,7 @@ from pathlib import Path
 from reference.config import ConfigError, ModelConfig, parse_config, read_config
 from spcheck.case import Case
 from spcheck.errors import UsageError
+from spcheck.exact import GRIDS, SMALL_HIDDEN, Grid
 from spcheck.phases import Phase, layer_of, phases_of
 
 _MOST = 10**6  # rows, or draft steps: far over what one run can hold
@@ -26,10 +27,40 @@ class Plan:
     scheme: str
     reason: str
 
+    @property
+    def dtype(self) -> str:
+        """The working type of both subjects."""
+        return "float64" if self.case.numerics == "exact" else self.case.numerics
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of exact numerics: the asked one, or the usual one of the model's size; None where nothing snaps."""
+        if self.case.numerics != "exact":
+            return None
+        usual = "A" if self.config.hidden_size <= SMALL_HIDDEN else "B"
+        return GRIDS[usual if self.case.grid == "auto" else self.case.grid]
+
+    @property
+    def reference_world(self) -> int:
+        """Ranks of the reference: all of the candidate's, or rank 0 alone."""
+        return self.case.reference_world or self.case.tp
+
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The forwards of the run, in order: one target step, then the draft steps."""
         return phases_of(self.case.requests, self.case.mtp_steps, self.case.pad_to)
+
+    @cached_property
+    def cache_phases(self) -> tuple[Phase, ...]:
+        """The phases of all layers' caches, each once."""
+        layers = range(self.config.mtp_layers.stop)
+        phases = [self.cache_phase(f"model.layers.{layer}.self_attn.cache") for layer in layers]
+        return tuple(dict.fromkeys(phase for phase in phases if phase.real))
+
+    @property
+    def replays(self) -> bool:
+        """Whether the candidate goes on with the reference's choices: rounding flips near ties below float64."""
+        return self.dtype != "float64"
 
     def cache_phase(self, cache: str) -> Phase:
         """The rows a cache must hold at the end: positions 0.. of each request, drafted ones too in an MTP layer."""
@@ -151,6 +182,10 @@ def _check_world(case: Case, config: ModelConfig) -> None:
         raise UsageError(f"--seed must be 0 or more and less than 2^63, not {case.seed}")
     if case.tp < 1:
         raise UsageError(f"--tp must be 1 or more, not {case.tp}")
+    if case.reference_world not in (None, 1, case.tp):
+        raise UsageError(f"--reference-world must be 1 or the candidate's {case.tp}, not {case.reference_world}")
+    if case.grid != "auto" and case.numerics != "exact":
+        raise UsageError(f"--grid {case.grid} is for --numerics exact, not {case.numerics}")
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "n_routed_experts": config.n_routed_experts,

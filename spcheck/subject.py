@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
@@ -14,8 +15,33 @@ if TYPE_CHECKING:
     from reference.config import ModelConfig
     from spcheck.comm.interface import Communicator
 
-Tap = tuple[str, str, int, str, str]
-"""(module, "in" or "out", index, placement, kind): where a probe's value stands in a subject."""
+
+@dataclass(frozen=True)
+class Tap:
+    """Where a probe's value stands in a subject: element ``index`` of a module's output or positional arguments."""
+
+    module: str
+    side: str
+    index: int
+    placement: str
+    kind: str
+
+    @property
+    def per_request(self) -> bool:
+        """Whether there is one row per request, in place of one per token."""
+        return self.kind in ("token", "logits")
+
+    @property
+    def family(self) -> str:
+        """The kind without the order in which this subject holds values per key."""
+        return self.kind.replace("all-keys:", "keys:")
+
+    @property
+    def ids(self) -> str | None:
+        """The probe whose chosen ids say what the last axis stands for."""
+        _, colon, probe = self.kind.partition(":")
+        return probe if colon else None
+
 
 Chunk = tuple[int, int, "Tensor"]
 """(request, start position, token ids [n] int64)."""
@@ -62,11 +88,18 @@ class Subject(Protocol):
     ) -> nn.Module:
         """The engine, its weights loaded (:class:`Engine` is the rest of its type)."""
 
-    def taps(self, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> Mapping[str, Tap]:
-        """Probe name -> where to take it."""
+    def taps(
+        self, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]
+    ) -> Mapping[str, tuple[str, str, int, str, str]]:
+        """Probe name -> where to take it, the fields of :class:`Tap`."""
 
     def padding_inputs(self, config: ModelConfig) -> Sequence[tuple[str, str, int]]:
         """(module, side, index) of every place where graph-padding rows enter."""
+
+
+def taps_of(subject: Subject, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> dict[str, Tap]:
+    """A subject's taps with their fields named."""
+    return {probe: Tap(*tap) for probe, tap in subject.taps(config, scheme=scheme, aux_layers=aux_layers).items()}
 
 
 def load_subject(name: str) -> Subject:

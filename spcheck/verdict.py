@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from spcheck.contracts.check import Breach, Checked, check_collectives, check_rows, check_work
+from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.rows import phases_of_probe
 from spcheck.diagnose import hints
-from spcheck.judge import BOUNDS, Finding, Verdict, outcome_of
+from spcheck.exact import GRIDS, STEP_BOUND
+from spcheck.judge import BOUNDS, Finding, Verdict, bound_of, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
+
+_CHOICES = ("set", "token")
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class Comparison:
     rows: Checked
     collectives: Checked
     work: Checked
+    exactness: Exactness | None
     verdict: Verdict
     environment: dict[str, Any]
 
@@ -31,6 +36,12 @@ class Comparison:
     def compared(self) -> int:
         """Probe and call pairs with at least one real row compared."""
         return len(_compared(self.results))
+
+    @property
+    def wants_coarser_grid(self) -> bool:
+        """Whether the grid that was chosen for the model's size left too few bits, and the coarser one may do."""
+        e, grid = self.exactness, self.plan.grid
+        return e is not None and grid == GRIDS["A"] and self.plan.case.grid == "auto" and e.overfull
 
     @property
     def bitwise_equal(self) -> int:
@@ -45,9 +56,11 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     collectives = check_collectives(plan, reports)
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
+    exactness = check_exactness(plan, reports)
     first = _first_over(results)
     findings = [Finding("failed", "FAILED", failure)] if failure else []
-    findings += _value_findings(plan, results, first)
+    findings += _value_findings(plan, results, first, exactness)
+    findings += _exactness_findings(results, exactness)
     findings += _pairing_findings(plan, results, reports) if failure is None else []
     findings += [_breach_finding(b) for c in (rows, collectives, work) for b in c.breaches]
     findings += _scheme_findings(plan, reports)
@@ -58,7 +71,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings=tuple(findings),
         first_divergence=_first_divergence(results, first, findings),
     )
-    return Comparison(plan, results, rows, collectives, work, verdict, environment)
+    return Comparison(plan, results, rows, collectives, work, exactness, verdict, environment)
 
 
 def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:
@@ -83,11 +96,11 @@ def label(result: ProbeResult) -> str:
 
 def _size(result: ProbeResult, plan: Plan) -> str:
     where = place(result.first or result.replica)
-    if result.kind in ("set", "token"):
-        return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}"
     if not result.rows_over:
         return f"the ranks hold different values, first at {where}"
-    bound = BOUNDS[plan.case.numerics]
+    if result.kind in _CHOICES:
+        return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}{_margin(result)}"
+    bound = bound_of(plan.case.numerics, result.probe)
     rows = f"{result.rows_over} of {result.rows} rows"
     size = f"{result.max_rel:.1e} over bound {bound:.1e} on {rows}, first at {where}"
     w = result.worst or {}
@@ -95,6 +108,14 @@ def _size(result: ProbeResult, plan: Plan) -> str:
         return size
     values = f"{w['actual']:.6g} for {w['expected']:.6g}"
     return f"{size}; largest at {place(w)}, row {w['row']} of its shard, channel {w['channel']}: {values}"
+
+
+def _margin(result: ProbeResult) -> str:
+    """How wide the widest flip of a choice is in the reference's scores, and how far the scores themselves are off."""
+    c = result.choices
+    if c is None or c.flip_margin is None:
+        return ""
+    return f", by a margin of {c.flip_margin:.1e} where the scores differ by {c.score_error:.1e}"
 
 
 def place(where: dict[str, Any] | None) -> str:
@@ -109,7 +130,9 @@ def _first_over(results: Sequence[ProbeResult]) -> ProbeResult | None:
     return next((r for r in results if r.over), None)
 
 
-def _value_findings(plan: Plan, results: Sequence[ProbeResult], first: ProbeResult | None) -> list[Finding]:
+def _value_findings(
+    plan: Plan, results: Sequence[ProbeResult], first: ProbeResult | None, exactness: Exactness | None
+) -> list[Finding]:
     findings = []
     for r in results:
         if r.reference_replica is not None:
@@ -117,33 +140,56 @@ def _value_findings(plan: Plan, results: Sequence[ProbeResult], first: ProbeResu
             findings.append(Finding("reference", "INCONCLUSIVE", message, _at(r, r.reference_replica)))
     if first is None:
         return findings
-    choice = first.kind in ("set", "token")
-    outcome, why = _outcome_of_first(plan.case.numerics, first, results)
+    choice = first.kind in _CHOICES
+    exact = exactness is not None and not exactness.doubts
+    outcome, why = _outcome_of_first(plan.case.numerics, first, results, exact=exact)
     later = sum(1 for r in results if r.over) - 1
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
     return [*findings, Finding(kind, outcome, sentence(first, plan) + more + why, _at(first, first.first))]
 
 
-def _outcome_of_first(numerics: str, first: ProbeResult, results: Sequence[ProbeResult]) -> tuple[str, str]:
+def _outcome_of_first(
+    numerics: str, first: ProbeResult, results: Sequence[ProbeResult], *, exact: bool
+) -> tuple[str, str]:
     """The outcome that the first difference means, and what to add to its sentence."""
     until_first = results[: results.index(first) + 1]
     if any(r.reference_replica is not None for r in until_first):
         return "INCONCLUSIVE", "; the reference differs from itself by then"
     if first.reference_nan:
         return "INCONCLUSIVE", "; the reference itself is not a number there"
-    if _rounding_may_explain(numerics, first) and not any(map(_beyond_rounding, results)):
-        return "INCONCLUSIVE", "; a rounding difference may explain it, --numerics float64 tells"
+    if any(map(_beyond_rounding, results)):
+        return "DIVERGED", ""
+    if any(r.straddle is not None for r in until_first):
+        return "INCONCLUSIVE", "; a rounding straddle came before, another --seed tells"
+    if _rounding_may_explain(numerics, first, exact=exact):
+        return "INCONCLUSIVE", "; a rounding difference may explain it, --numerics exact tells"
     return "DIVERGED", ""
 
 
-def _rounding_may_explain(numerics: str, first: ProbeResult) -> bool:
-    """Whether a correct candidate could differ like this in the working type.
+def _rounding_may_explain(numerics: str, first: ProbeResult, *, exact: bool) -> bool:
+    """Whether a correct candidate could differ like this in the working type."""
+    if numerics == "exact":
+        # Without the guarantee the run is a plain float64 run.
+        return not exact and first.kind not in _CHOICES and first.max_rel <= BOUNDS["float64"]
+    if first.kind in _CHOICES:
+        # A near tie: below float64 it was replayed, and is no difference at all.
+        return first.choices is not None and not first.choices.beyond
+    # In bfloat16 no bound on finite values tells a bug from rounding.
+    return numerics == "bfloat16"
 
-    Below float64 a rounding difference flips a near tie, and all that follows differs for that reason alone. In
-    bfloat16 no bound on finite values tells a bug from rounding.
-    """
-    return numerics == "bfloat16" or (numerics == "float32" and first.kind in ("set", "token"))
+
+def _exactness_findings(results: Sequence[ProbeResult], exactness: Exactness | None) -> list[Finding]:
+    findings = []
+    if straddled := next((r for r in results if r.straddle is not None), None):
+        message = (
+            f"{label(straddled)}: both results are within {STEP_BOUND:.0e} of each other and are rounded to different "
+            f"grid points, first at {place(straddled.straddle)}; another --seed tells more"
+        )
+        findings.append(Finding("straddle", "INCONCLUSIVE", message, _at(straddled, straddled.straddle)))
+    for doubt in exactness.doubts if exactness else ():
+        findings.append(Finding("guard", "INCONCLUSIVE", f"exactness is not guaranteed: {doubt}"))
+    return findings
 
 
 def _beyond_rounding(result: ProbeResult) -> bool:
@@ -157,7 +203,12 @@ def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Seque
         if r.unpaired:
             message = f"{label(r)} was seen in the {r.unpaired} only"
             findings.append(Finding("unpaired", "DIVERGED", message, _at(r, None)))
-    silent = {(side, probe) for r in reports for side in ("reference", "candidate") for probe in r[side]["silent"]}
+    silent = {
+        (side, probe)
+        for r in reports
+        for side in ("reference", "candidate")
+        for probe in r.get(side, {}).get("silent", ())
+    }
     for side, probe in sorted(s for s in silent if phases_of_probe(s[1], plan)):
         findings.append(Finding("silent", "DIVERGED", f"{probe}: declared by the {side}, and never fired"))
     return findings

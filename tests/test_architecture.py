@@ -15,13 +15,14 @@ PACKAGES = ("spcheck", "reference", "optimized")
 ALLOWED = {
     "reference": set(),
     "optimized": {"reference.config", "reference.checkpoint"},
-    "spcheck": {"reference.config", "reference.checkpoint"},
+    "spcheck": {"reference.config", "reference.checkpoint", "reference.layout"},
 }
 
 # Inside the tool: each module may import only from rows above its own (and its own row).
 LAYERS = [
     {"spcheck", "spcheck.errors"},
-    {"spcheck.phases", "spcheck.case", "spcheck.judge", "spcheck.subject", "spcheck.comm"},
+    {"spcheck.phases", "spcheck.case", "spcheck.subject", "spcheck.comm", "spcheck.exact"},
+    {"spcheck.judge", "spcheck.guard"},
     {"spcheck.plan", "spcheck.merge"},
     {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker"},
     {"spcheck.verdict", "spcheck.launch"},

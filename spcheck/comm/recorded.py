@@ -37,6 +37,12 @@ class Recorded:
         self._log = log
         self._module = module
 
+    def join(self, communicator: Communicator, log: list[CollectiveRecord], module: Callable[[], str]) -> None:
+        """Goes on with the same group of another world, and with another log."""
+        self._communicator = communicator
+        self._log = log
+        self._module = module
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """See Communicator."""
         self._record("all_reduce", x)

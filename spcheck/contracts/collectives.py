@@ -44,10 +44,10 @@ class _Table:
         self.config: ModelConfig = plan.config
         self.plan = plan
         self.phase = phase
-        self.tp = plan.case.tp
+        self.tp = plan.reference_world if dataflow == "reference" else plan.case.tp
         self.n = n
         self.m = -(-n // self.tp)
-        self.dtype = plan.case.numerics
+        self.dtype = plan.dtype
         self.full_sp = dataflow == "full-sp"
         self.extra_aux = dataflow == "tp"
 

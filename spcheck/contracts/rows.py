@@ -27,11 +27,13 @@ def expected_rows(probe: str, dataflow: str, phase: Phase, tp: int) -> list[int]
 
     ``dataflow`` is ``"reference"`` (one firing per request, its own rows), ``"tp"`` or ``"full-sp"`` (one firing).
     """
-    per_request = probe.endswith("sampler.out")
+    per_request = probe.endswith(("sampler.in", "sampler.out"))
     if dataflow == "reference":
         return [1] * len(phase.counts) if per_request else list(phase.counts)
     if per_request:
         return [len(phase.counts)]
+    if probe.endswith(".softmax.out"):
+        return [phase.real]  # attention runs for tokens only
     if dataflow == "full-sp" and _ON_SHARDS.search(probe):
         return [phase.shard_rows(tp)]
     return [phase.padded]

@@ -20,6 +20,7 @@ from spcheck.comm.interface import World
 from spcheck.comm.loopback import run_loopback
 from spcheck.launch.lifetime import die_with_parent
 from spcheck.plan import Plan
+from spcheck.worker.built import EnginePool
 from spcheck.worker.pair import run_rank
 
 Report = dict[str, Any]
@@ -28,12 +29,13 @@ _PATIENCE = 0.7  # of the case's timeout: a rank says what it waits for before t
 _GRACE = 5.0  # seconds for the other ranks to notice that one has failed
 
 
-def run_threads(plan: Plan) -> list[Report]:
-    """The case on the loopback backend, in this process."""
+def run_threads(plan: Plan, pool: EnginePool | None = None) -> list[Report]:
+    """The case on the loopback backend, in this process; engines that the ``pool`` has are used again."""
+    shared = pool or EnginePool()
     reports: list[Report] = [{"rank": rank} for rank in range(plan.case.tp)]
 
     def main(world: World) -> None:
-        _timed(reports[world.rank], partial(run_rank, world, plan, "cpu"))
+        _timed(reports[world.rank], partial(run_rank, world, plan, "cpu", pool=shared))
 
     try:
         run_loopback(plan.case.tp, main)

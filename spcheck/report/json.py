@@ -9,7 +9,9 @@ from typing import Any
 
 from spcheck import __version__
 from spcheck.contracts.check import Checked
+from spcheck.exact import STEP_BOUND
 from spcheck.judge import BOUNDS
+from spcheck.merge import total_choices
 from spcheck.verdict import Comparison
 
 SCHEMA = "spcheck.diff/1"
@@ -30,7 +32,8 @@ def _document(c: Comparison) -> dict[str, Any]:
         "scheme": c.verdict.scheme,
         "scheme_reason": c.verdict.reason,
         "case": case.id,
-        "numerics": {"name": case.numerics, "bound": BOUNDS[case.numerics]},
+        "numerics": _numerics(c),
+        "choices": asdict(total_choices(c.results)),
         "activations": {"compared": c.compared, "bitwise_equal": c.bitwise_equal},
         "contracts": {
             "rows": _contract(c.rows),
@@ -42,6 +45,14 @@ def _document(c: Comparison) -> dict[str, Any]:
         "probes": [asdict(r) for r in c.results],
         "environment": c.environment,
     }
+
+
+def _numerics(c: Comparison) -> dict[str, Any]:
+    name = c.plan.case.numerics
+    document: dict[str, Any] = {"name": name, "bound": BOUNDS[name]}
+    if name == "exact":
+        document |= {"step_bound": STEP_BOUND, "guard": asdict(c.exactness) if c.exactness else None}
+    return document
 
 
 def _contract(checked: Checked) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from spcheck.contracts.check import Checked
-from spcheck.judge import BOUNDS
-from spcheck.merge import ProbeResult
+from spcheck.exact import LIMIT
+from spcheck.judge import bound_of
+from spcheck.merge import ProbeResult, total_choices
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
 from spcheck.verdict import Comparison, place
@@ -30,7 +31,8 @@ def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> 
             console.print(line)
         if comparison.results:
             console.print(_table(comparison, width))
-        for line in [*_contracts(comparison), *_findings(comparison), *_verdict(comparison)]:
+        parts = (_contracts, _exactness, _choices, _findings, _verdict)
+        for line in (line for part in parts for line in part(comparison)):
             console.print(line)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
@@ -47,12 +49,17 @@ def _head(c: Comparison) -> Iterable[str]:
     requests = ",".join(map(str, case.requests))
     backend = c.environment.get("backend", case.backend)
     yield escape(
-        f"{case.model}  tp {case.tp}  tokens {requests}  {case.numerics}  mtp steps {case.mtp_steps}  {backend}"
+        f"{case.model}  tp {case.tp}  tokens {requests}  {_numerics(c)}  mtp steps {case.mtp_steps}  {backend}"
     )
     yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
     if "code" in c.environment:
         yield escape(f"reference and candidate from {c.environment['code']}")
     yield ""
+
+
+def _numerics(c: Comparison) -> str:
+    grid = c.plan.grid
+    return f"exact (grid {grid.name})" if grid else c.plan.case.numerics
 
 
 def _table(c: Comparison, width: int) -> Table:
@@ -135,6 +142,21 @@ def _contracts(c: Comparison) -> Iterable[str]:
         yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {tp} rank{'s' if tp > 1 else ''}"
 
 
+def _choices(c: Comparison) -> Iterable[str]:
+    total = total_choices(c.results)
+    if total.compared:
+        flips = f"{total.within} flipped within the scores' error, {total.beyond} beyond"
+        yield f"choices      {total.compared} compared, {total.agreeing} alike, {flips}"
+
+
+def _exactness(c: Comparison) -> Iterable[str]:
+    e = c.exactness
+    if e is not None and e.tightest is not None:
+        state = "[red]BROKEN[/]" if e.doubts else "kept  "
+        yield f"exactness    {state}  {e.products} products of at most {e.tightest.bits:.1f} of {LIMIT} bits"
+        yield f"             tightest: {escape(e.tightest.name)}"
+
+
 def _state(checked: Checked) -> str:
     if checked.breaches:
         return "[red]BROKEN[/]"
@@ -168,8 +190,9 @@ def _verdict(c: Comparison) -> Iterable[str]:
 def _largest(c: Comparison) -> Iterable[str]:
     worst = max(c.results, key=lambda r: r.max_rel)
     w = worst.worst or {}
-    bound = BOUNDS[c.plan.case.numerics]
-    yield f"largest      {worst.max_rel:.1e} of its row, bound {bound:.0e}"
+    bound = bound_of(c.plan.case.numerics, worst.probe)
+    of = "all rows' largest element" if c.plan.grid else "its row"
+    yield f"largest      {worst.max_rel:.1e} of {of}, bound {bound:.0e}"
     yield f"             {worst.probe}"
     yield f"             {place(w)}, row {w.get('row')} of its shard, channel {w.get('channel')}"
 

@@ -19,18 +19,20 @@ from spcheck.subject import Tap
 from spcheck.worker.capture import Piece
 from spcheck.worker.measure import row_digests
 
-_FILL = {"scores": -math.inf, "set": -1}
+_FILL = {"scores": -math.inf, "logits": -math.inf, "set": -1}
 
 
 @dataclass
 class Aligned:
     """The complete values of one forward on the rank that owns them.
 
-    ``values[probe]`` is [owned real rows, ...]; ``replica_faults[probe]`` is (rank, packed row) of the first replica
-    that differs from rank 0's (seen on rank 0 only); ``order`` is the order in which probes fired here.
+    ``values[probe]`` is [owned real rows, ...]; ``choices[probe]`` are the ids of all real rows, of replicated choices;
+    ``replica_faults[probe]`` is (rank, packed row) of the first replica that differs from rank 0's (seen on rank 0
+    only); ``order`` is the order in which probes fired here.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
+    choices: dict[str, Tensor] = field(default_factory=dict)
     replica_faults: dict[str, tuple[int, int]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
 
@@ -47,20 +49,37 @@ def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world:
     incoming = world.swap(outgoing)
     aligned = Aligned(order=list(local))
     for probe, value in local.items():
-        _, _, _, placement, kind = taps[probe]
-        if kind != "token" and placement in ("Shard(1)", "Partial"):
+        tap = taps[probe]
+        if not tap.per_request and tap.placement in ("Shard(1)", "Partial"):
             parts = [box.get(probe) for box in incoming]
-            aligned.values[probe] = _completed(parts, placement).to(value.device)
+            aligned.values[probe] = _completed(parts, tap.placement).to(value.device)
         else:
-            aligned.values[probe] = value[_own_slice(kind, placement, phase, world.rank, world.size)]
+            aligned.values[probe] = value[_own_slice(tap, phase, world.rank, world.size)]
+        if tap.placement == "Replicate" and tap.kind in ("set", "token"):
+            aligned.choices[probe] = value[: _rows(tap, phase)]
         if fault := _replica_fault([box.get(_digest_key(probe)) for box in incoming]):
             aligned.replica_faults[probe] = fault
     return aligned
 
 
-def owned_rows(kind: str, phase: Phase, rank: int, tp: int) -> list[tuple[int, int]]:
-    """(request, position) of each row that :func:`align` gives this rank for a probe of this kind."""
-    if kind == "token":
+def align_alone(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World) -> Aligned:
+    """The same where rank 0 alone ran the forward, as a world of one rank: it hands the rows to their owners."""
+    local = _joined(pieces, taps)
+    outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
+    for probe, value in local.items():
+        for rank, box in enumerate(outgoing):
+            box[probe] = value[_own_rows(taps[probe], phase, rank, world.size)].contiguous()
+            if taps[probe].kind in ("set", "token"):
+                box[_choice_key(probe)] = value
+    received = world.swap(outgoing)[0]
+    values = {probe: x for probe, x in received.items() if "#" not in probe}
+    choices = {probe: received[_choice_key(probe)] for probe in values if _choice_key(probe) in received}
+    return Aligned(values=values, choices=choices, order=list(local) or list(values))
+
+
+def owned_rows(tap: Tap, phase: Phase, rank: int, tp: int) -> list[tuple[int, int]]:
+    """(request, position) of each row that :func:`align` gives this rank for a probe."""
+    if tap.per_request:
         return [phase.last_row(r) for r in range(len(phase.counts))] if rank == 0 else []
     return [phase.row(i) for i in phase.owned(rank, tp)]
 
@@ -68,37 +87,50 @@ def owned_rows(kind: str, phase: Phase, rank: int, tp: int) -> list[tuple[int, i
 def _joined(pieces: Sequence[Piece], taps: Mapping[str, Tap]) -> dict[str, Tensor]:
     firings: dict[str, list[Tensor]] = {}
     for piece in pieces:
-        if taps[piece.probe][4] != "work":
+        if taps[piece.probe].kind != "work":
             firings.setdefault(piece.probe, []).append(piece.value)
-    return {probe: _cat(values, taps[probe][4]) for probe, values in firings.items()}
+    return {probe: _cat(values, taps[probe].kind) for probe, values in firings.items()}
 
 
 def _cat(values: list[Tensor], kind: str) -> Tensor:
-    values = [v.unsqueeze(1) if v.ndim == 1 else v.flatten(1) for v in values]
-    if kind in _FILL:
-        width = max(v.shape[1] for v in values)
-        values = [F.pad(v, (0, width - v.shape[1]), value=_FILL[kind]) for v in values]
-    return values[0] if len(values) == 1 else torch.cat(values)
+    """Rows below each other, [rows, width]; one value per key stays [rows, heads, keys]."""
+    per_key = kind.partition(":")[0] in ("keys", "all-keys")
+    values = [v.unsqueeze(1) if v.ndim == 1 else v if per_key else v.flatten(1) for v in values]
+    if len(values) == 1:
+        return values[0]
+    if per_key or kind in _FILL:
+        width = max(v.shape[-1] for v in values)
+        values = [F.pad(v, (0, width - v.shape[-1]), value=_FILL.get(kind, 0.0)) for v in values]
+    return torch.cat(values)
 
 
 def _post(outgoing: list[dict[str, Tensor]], probe: str, value: Tensor, tap: Tap, phase: Phase) -> None:
-    _, _, _, placement, kind = tap
     size = len(outgoing)
-    if placement == "Replicate":
+    if tap.placement == "Replicate":
         if size > 1:
-            rows = len(phase.counts) if kind == "token" else phase.real
-            outgoing[0][_digest_key(probe)] = row_digests(value[:rows])
-    elif placement in ("Shard(1)", "Partial"):
+            outgoing[0][_digest_key(probe)] = row_digests(value[: _rows(tap, phase)])
+    elif tap.placement in ("Shard(1)", "Partial"):
         for rank in range(size):
             mine = phase.owned(rank, size)
             outgoing[rank][probe] = value[mine.start : mine.stop].contiguous()
 
 
-def _own_slice(kind: str, placement: str, phase: Phase, rank: int, tp: int) -> slice:
-    if kind == "token":
+def _rows(tap: Tap, phase: Phase) -> int:
+    return len(phase.counts) if tap.per_request else phase.real
+
+
+def _own_slice(tap: Tap, phase: Phase, rank: int, tp: int) -> slice:
+    if tap.placement == "Shard(0)" and not tap.per_request:
+        return slice(0, len(phase.owned(rank, tp)))
+    return _own_rows(tap, phase, rank, tp)
+
+
+def _own_rows(tap: Tap, phase: Phase, rank: int, tp: int) -> slice:
+    """The rows of a rank among all rows."""
+    if tap.per_request:
         return slice(0, len(phase.counts) if rank == 0 else 0)
     mine = phase.owned(rank, tp)
-    return slice(0, len(mine)) if placement == "Shard(0)" else slice(mine.start, mine.stop)
+    return slice(mine.start, mine.stop)
 
 
 def _completed(parts: list[Tensor | None], placement: str) -> Tensor:
@@ -129,3 +161,7 @@ def _replica_fault(digests: list[Tensor | None]) -> tuple[int, int] | None:
 
 def _digest_key(probe: str) -> str:
     return f"{probe}#digest"
+
+
+def _choice_key(probe: str) -> str:
+    return f"{probe}#choices"

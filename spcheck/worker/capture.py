@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from spcheck.subject import Tap
 
+_KINDS = ("value", "set", "scores", "token", "logits", "work", "keys")
+_KINDS_BY_IDS = ("by", "keys", "all-keys")
+
 
 class TapError(Exception):
     """A subject's tap that names no module, or a place where no tensor stands."""
@@ -38,14 +41,15 @@ class Capture:
         self.pieces: list[Piece] = []
         self.fired: set[str] = set()
         self._stack: list[str] = []
+        self._latest: dict[str, Tensor | None] = {tap.ids: None for tap in taps.values() if tap.ids}
         self._handles: list[Any] = []
         modules = dict(root.named_modules())
         for probe, tap in taps.items():
             _check(probe, tap, modules)
-        for name in sorted({above for tap in taps.values() for above in _ancestry(tap[0])}):
+        for name in sorted({above for tap in taps.values() for above in _ancestry(tap.module)}):
             self._track(name, modules[name])
         for probe, tap in taps.items():
-            self._watch(probe, modules[tap[0]], side=tap[1], index=tap[2])
+            self._watch(probe, modules[tap.module], tap)
 
     @property
     def module(self) -> str:
@@ -56,6 +60,12 @@ class Capture:
     def last_probe(self) -> str | None:
         """The probe that fired last, for a report on a rank that stopped."""
         return self.pieces[-1].probe if self.pieces else None
+
+    def start(self) -> None:
+        """Forgets the last case."""
+        self.pieces = []
+        self.fired = set()
+        self._stack.clear()
 
     def drain(self) -> list[Piece]:
         """The pieces since the last call, in execution order."""
@@ -76,37 +86,50 @@ class Capture:
     def _pop(self) -> None:
         self._stack.pop()
 
-    def _watch(self, probe: str, module: nn.Module, *, side: str, index: int) -> None:
+    def _watch(self, probe: str, module: nn.Module, tap: Tap) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            self._keep(probe, args, index)
+            self._keep(probe, tap, args)
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._keep(probe, output if isinstance(output, tuple) else (output,), index)
+            self._keep(probe, tap, output if isinstance(output, tuple) else (output,))
 
-        if side == "in":
+        if tap.side == "in":
             self._handles.append(module.register_forward_pre_hook(before))
         else:
             self._handles.append(module.register_forward_hook(after))
 
-    def _keep(self, probe: str, values: tuple[Any, ...], index: int) -> None:
-        value = values[index] if index < len(values) else None
+    def _keep(self, probe: str, tap: Tap, values: tuple[Any, ...]) -> None:
+        value = values[tap.index] if tap.index < len(values) else None
         if not isinstance(value, Tensor):
-            raise TapError(f"probe {probe}: no tensor stands at element {index}")
+            raise TapError(f"probe {probe}: no tensor stands at element {tap.index}")
         self.fired.add(probe)
         # A clone: a slice would keep its whole storage alive, and fused norms write in place.
-        self.pieces.append(Piece(probe, value.detach().clone()))
+        all_keys = tap.kind.startswith("all-keys:")
+        kept = self._chosen_keys(probe, tap, value) if all_keys else value.detach().clone()
+        if probe in self._latest:
+            self._latest[probe] = kept
+        self.pieces.append(Piece(probe, kept))
+
+    def _chosen_keys(self, probe: str, tap: Tap, value: Tensor) -> Tensor:
+        """Of one value per key [rows, heads, keys], those of the chosen keys [rows, heads, k]: all others are zero."""
+        ids = self._latest[tap.ids or ""]
+        if ids is None or ids.shape[0] != value.shape[0]:
+            raise TapError(f"probe {probe}: no choice {tap.ids} of as many rows stands before it")
+        places = ids.clamp(min=0).unsqueeze(1).expand(-1, value.shape[1], -1)
+        return value.detach().gather(2, places).masked_fill_((ids < 0).unsqueeze(1), 0.0)
 
 
 def _check(probe: str, tap: Tap, modules: Mapping[str, nn.Module]) -> None:
     """A misspelt word must not switch a check off."""
-    module, side, index, placement, kind = tap
+    module, side, index, placement, kind = tap.module, tap.side, tap.index, tap.placement, tap.kind
+    prefix = kind.partition(":")[0]
     if module not in modules:
         raise TapError(f"probe {probe} is tapped at {module!r}, which is no module of the subject")
     if side not in ("in", "out") or index < 0:
         raise TapError(f"probe {probe} is tapped at side {side!r}, element {index}")
     if placement not in ("Replicate", "Shard(0)", "Shard(1)", "Partial"):
         raise TapError(f"probe {probe} has the unknown placement {placement!r}")
-    if kind not in ("value", "set", "scores", "token", "work") and not kind.startswith("by:"):
+    if prefix not in (_KINDS if prefix == kind else _KINDS_BY_IDS):
         raise TapError(f"probe {probe} is of the unknown kind {kind!r}")
 
 
@@ -119,11 +142,11 @@ def _ancestry(name: str) -> list[str]:
 class PaddingWriter:
     """Writes the padding content into the rows behind the real ones, wherever such rows enter a subject."""
 
-    def __init__(self, root: nn.Module, places: list[tuple[str, str, int]], content: str, seed: int) -> None:
-        self.real = 0
-        self.padded = 0
-        self._content = content
-        self._seed = seed
+    def __init__(self, root: nn.Module, places: list[tuple[str, str, int]]) -> None:
+        self._real = 0
+        self._padded = 0
+        self._content = "zero"
+        self._seed = 0
         modules = dict(root.named_modules())
         for name, side, index in places:
             if side == "in":
@@ -131,22 +154,23 @@ class PaddingWriter:
             else:
                 modules[name].register_forward_hook(lambda _, __, output: self._filled(output))
 
-    def expect(self, real: int, padded: int) -> None:
-        """Says how many rows of the next forward are real, and how many there are with graph padding."""
-        self.real, self.padded = real, padded
+    def expect(self, real: int, padded: int, content: str, seed: int) -> None:
+        """Says how many rows of the next forward are real, how many there are with graph padding, and its content."""
+        self._real, self._padded, self._content, self._seed = real, padded, content, seed
 
     def _replace(self, args: tuple[Any, ...], index: int) -> tuple[Any, ...]:
         return (*args[:index], self._filled(args[index]), *args[index + 1 :])
 
     def _filled(self, x: Tensor) -> Tensor:
         """``x`` [n, D] with its rows ``real <= row < padded`` replaced."""
-        if self.padded <= self.real or x.shape[0] <= self.real:
+        if self._padded <= self._real or x.shape[0] <= self._real:
             return x
         out = x.clone()
-        tail = out[self.real : self.padded]
+        tail = out[self._real : self._padded]
         if self._content == "random":
             generator = torch.Generator().manual_seed(self._seed)
-            tail.copy_(torch.randn(tail.shape, generator=generator, dtype=torch.float64) * 3)
+            # Multiples of 2^-8 lie on every grid of exact arithmetic.
+            tail.copy_(torch.randint(-1024, 1025, tail.shape, generator=generator) / 256)
         else:
             tail.fill_(float("nan") if self._content == "nan" else 0.0)
         return out

@@ -1,89 +1,93 @@
-"""One subject of the pair on one rank: built, probed, and run phase by phase."""
+"""One subject of the pair on one rank: probed, and run phase by phase."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from reference.checkpoint import TensorReader
-from spcheck.comm.interface import Communicator, World
+from spcheck.comm.interface import World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
 from spcheck.phases import Phase
 from spcheck.plan import Plan
-from spcheck.subject import Chunk, Engine, Tap, load_subject
-from spcheck.worker.align import Aligned, align
-from spcheck.worker.capture import Capture, PaddingWriter, Piece
+from spcheck.subject import Chunk, Tap
+from spcheck.worker.built import GROUPS, Built, EnginePool, build, build_key
+from spcheck.worker.capture import Piece
 
-
-class _CacheTaps(dict[str, Tap]):
-    """Every cache is held by every rank."""
-
-    def __missing__(self, name: str) -> Tap:
-        return name, "out", 0, "Replicate", "value"
-
-
-_CACHE_TAPS = _CacheTaps()
+_RESIDUAL = ("layernorm.in", "norm.in")
 
 
 class Side:
-    """A built subject with hooks on. ``log`` is plain data for the parent and is kept current while it runs."""
+    """A subject in one case. ``log`` is plain data for the parent and is kept current while it runs."""
 
     def __init__(
-        self, name: str, plan: Plan, scheme: str, weights: TensorReader, world: World, tokens: list[Tensor]
+        self,
+        role: str,
+        subject: str,
+        plan: Plan,
+        scheme: str,
+        world: World,
+        ranks: int,
+        tokens: list[Tensor],
+        pool: EnginePool,
     ) -> None:
-        """``tokens[i]`` are the new token ids of request ``i``, on the device the subject runs on."""
-        self.name = name
+        """``ranks`` of the world run it; ``tokens[i]`` are the new ids of request ``i``, on the subject's device."""
+        self.role = role
+        self.subject = subject
         self.log: dict[str, Any] = {"rows": [], "collectives": {}, "work": [], "silent": []}
         self._plan = plan
+        self._scheme = scheme
         self._world = world
+        self._ranks = ranks
         self._tokens = tokens
+        self._pool = pool
+        self._key = build_key(subject, scheme, plan, world.rank, ranks, tokens[0].device)
         self._records: list[CollectiveRecord] = []
-        self._capture: Capture | None = None
-        subject = load_subject(name)
-        case = plan.case
-        self._packed = subject.BATCHING == "packed"
-        self.taps: Mapping[str, Tap] = subject.taps(plan.config, scheme=scheme, aux_layers=case.aux_layers)
-        root = subject.build(
-            plan.config,
-            weights,
-            self._groups(),
-            dtype=getattr(torch, case.numerics),
-            device=tokens[0].device,
-            scheme=scheme,
-            aux_layers=case.aux_layers,
-            pad_to=case.pad_to,
-            skip_padding=case.skip_padding,
-        )
-        self._start(root, list(subject.padding_inputs(plan.config)))
+        self._built: Built | None = None
 
-    def _start(self, root: nn.Module, padding_inputs: list[tuple[str, str, int]]) -> None:
+    def start(self) -> None:
+        """Builds the subject, or takes a built one, and makes it forget all requests."""
+        self._built = self._pool.take(self._key)
+        if self._built is None:
+            self._built = build(self.subject, self._plan, self._scheme, self._tokens[0].device, self._groups())
+        else:
+            self._built.join(self._world, self._ranks, self._records, self._module)
+        self._built.capture.start()
+        if self._built.snapper:
+            self._built.snapper.start()
+        self.log["scheme"] = self._built.engine.scheme
         case = self._plan.case
-        self._engine = cast(Engine, root)
-        self._capture = Capture(root, self.taps)
-        self._padding = PaddingWriter(root, padding_inputs, case.padding_content, case.seed)
-        self.log["scheme"] = self._engine.scheme
-        self._engine.start([n + max(case.mtp_steps - 1, 0) for n in case.requests])
+        self._built.engine.start([n + max(case.mtp_steps - 1, 0) for n in case.requests])
 
-    def run(self, phase: Phase) -> Aligned:
-        """One forward of all requests, then the exchange that completes its values."""
-        self._padding.expect(phase.real, phase.padded)
+    @property
+    def taps(self) -> Mapping[str, Tap]:
+        """The subject's probes."""
+        return self._ready.taps
+
+    def replay(self, phase: Phase, chosen: Mapping[str, Tensor]) -> None:
+        """Lets the next forward go on with these choices of all real rows."""
+        self._ready.replay.expect(phase, self._world.rank, self._ranks, chosen)
+
+    def run(self, phase: Phase) -> list[Piece]:
+        """One forward of all requests: what the probes held on this rank."""
+        case = self._plan.case
+        self._ready.padding.expect(phase.real, phase.padded, case.padding_content, case.seed)
         everyone = list(range(len(phase.counts)))
         try:
-            for requests in [everyone] if self._packed else [[r] for r in everyone]:
+            for requests in [everyone] if self._ready.packed else [[r] for r in everyone]:
                 self._forward(phase, requests)
         finally:
-            pieces = self._hooks.drain()
+            pieces = self._ready.capture.drain()
             self._note(phase, pieces)
-        return align(pieces, self.taps, phase, self._world)
+        return pieces
 
-    def caches(self) -> list[tuple[Phase, Aligned]]:
-        """All caches, completed like the values of a forward: the rows of a cache are the positions it holds."""
+    def caches(self) -> dict[Phase, list[Piece]]:
+        """All caches: the rows of a cache are the positions it holds, request by request."""
         self.log["cached"] = {}
         by_phase: dict[Phase, list[Piece]] = {}
-        caches = self._engine.state()
+        caches = self._ready.engine.state()
         # A collective behind the last forward belongs to none; it shows as surplus of the last one.
         last = next(reversed(self.log["collectives"]))
         self.log["collectives"][last] += [_plain(record) for record in self._records]
@@ -93,54 +97,72 @@ class Side:
             phase = self._plan.cache_phase(name)
             if held and phase.real:
                 by_phase.setdefault(phase, []).append(Piece(name, torch.cat(held)))
-        return [(phase, align(pieces, _CACHE_TAPS, phase, self._world)) for phase, pieces in by_phase.items()]
+        return by_phase
+
+    @property
+    def cache_taps(self) -> Mapping[str, Tap]:
+        """Every cache is held by every rank."""
+        return {name: Tap(name, "out", 0, "Replicate", "value") for name in self.log.get("cached", ())}
+
+    def finish(self) -> None:
+        """Says what never fired and what the guard needs, and leaves the engine to the next case."""
+        built = self._ready
+        self.log["silent"] = sorted(set(built.taps) - built.capture.fired)
+        if built.snapper:
+            self.log |= {"off_grid": built.snapper.off_grid, "norms": built.snapper.plain_norms()}
+            self.log["not_rounded"] = self._unrounded(built.snapper.silent())
+        self._pool.give_back(self._key, built)
 
     def where(self) -> dict[str, Any]:
         """What this rank was doing, for a report on a rank that stopped."""
         last = self._records[-1] if self._records else None
         return {
-            "subject": self.name,
+            "subject": self.subject,
             "module": self._module(),
-            "last_probe": self._capture.last_probe if self._capture else None,
+            "last_probe": self._built.capture.last_probe if self._built else None,
             "last_collective": f"{last.kind} {list(last.shape)} on {last.group}" if last else None,
         }
 
-    def silent(self) -> list[str]:
-        """Declared probes that never fired."""
-        return sorted(set(self.taps) - self._hooks.fired)
+    def _unrounded(self, silent: list[str]) -> list[str]:
+        """Snaps that had to fire and did not; those of an MTP layer fire only in its draft steps."""
+        ran = {self._plan.mtp_layer(step) for step in range(self._plan.case.mtp_steps)}
+        idle = [f"model.layers.{i}." for i in self._plan.config.mtp_layers if i not in ran]
+        return [name for name in silent if not name.startswith(tuple(idle))]
 
-    def _groups(self) -> dict[str, Communicator]:
-        ranks = list(range(self._world.size))
-        groups: dict[str, Communicator] = {}
-        for name in ("tp", "ep"):
-            inner = self._world.group(name, ranks)
-            assert inner is not None, "at dp = 1 every rank is in both groups"
+    def _groups(self) -> dict[str, Recorded]:
+        groups: dict[str, Recorded] = {}
+        for name in GROUPS:
+            inner = self._world.group(name, range(self._ranks))
+            assert inner is not None, "only a rank of the group builds the subject"
             groups[name] = Recorded(inner, self._records, self._module)
         return groups
 
     @property
-    def _hooks(self) -> Capture:
-        assert self._capture is not None, "a side is run after it is built"
-        return self._capture
+    def _ready(self) -> Built:
+        assert self._built is not None, "a side is run after it is started"
+        return self._built
 
     def _module(self) -> str:
         """The innermost probed module that runs; a subject may also call collectives while it is built."""
-        return self._capture.module if self._capture else ""
+        return self._built.capture.module if self._built else ""
 
     def _forward(self, phase: Phase, requests: Sequence[int]) -> None:
         if phase.kind == "target":
             chunks: list[Chunk] = [(r, phase.starts[r], self._tokens[r]) for r in requests]
-            self._engine.step(chunks)
+            self._ready.engine.step(chunks)
         else:
-            self._engine.draft(requests, phase.call)
+            self._ready.engine.draft(requests, phase.call)
 
     def _note(self, phase: Phase, pieces: Sequence[Piece]) -> None:
         rows: dict[str, list[int]] = {}
+        snapper = self._ready.snapper
         for piece in pieces:
-            if self.taps[piece.probe][4] == "work":
+            if self.taps[piece.probe].kind == "work":
                 self.log["work"].append([piece.probe, phase.call, [int(n) for n in piece.value.tolist()]])
             else:
                 rows.setdefault(piece.probe, []).append(piece.value.shape[0])
+            if snapper and not self._ready.packed and piece.probe.endswith(_RESIDUAL):
+                snapper.see_largest(piece.probe, piece.value)
         self.log["rows"] += [[probe, phase.call, counts] for probe, counts in rows.items()]
         self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
         self._records.clear()

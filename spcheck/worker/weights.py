@@ -1,23 +1,78 @@
-"""The case's weights: a checkpoint folder's, or random ones by seed for a preset."""
+"""The case's weights: a checkpoint folder's, or random ones by seed for a preset; on a grid in exact mode."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from functools import lru_cache
+
+import torch
+from torch import Tensor
 
 from reference.checkpoint import Checkpoint, RandomWeights, TensorReader, check_tensors
 from reference.config import ModelConfig
+from reference.layout import optional_copies
+from spcheck.exact import Grid
 from spcheck.plan import Plan
+from spcheck.worker.snap import snap
 
 
 def open_weights(plan: Plan) -> TensorReader:
-    """A reader of the published tensor names, in the stored type.
+    """A reader of the published tensor names, in the stored type; in exact mode float64 on the plan's grid.
 
     Raises:
         reference.checkpoint.CheckpointError: the folder's files cannot be read.
     """
-    if plan.folder is not None:
-        return Checkpoint(plan.folder)
-    return _random_weights(plan.config, plan.case.seed)
+    stored = Checkpoint(plan.folder) if plan.folder is not None else _random_weights(plan.config, plan.case.seed)
+    return stored if plan.grid is None else Snapped(stored, plan.grid)
+
+
+class Snapped:
+    """Another reader's tensors in float64, rounded to the grid of weights."""
+
+    def __init__(self, stored: TensorReader, grid: Grid) -> None:
+        self._stored = stored
+        self._bits = grid.weight
+
+    def names(self) -> Collection[str]:
+        """As stored."""
+        return self._stored.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As stored."""
+        return self._stored.shape(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, float64."""
+        return snap(self._stored.tensor(name).double(), self._bits)
+
+
+@lru_cache(maxsize=64)
+def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
+    """Largest row norm of the matrices that fall to a rank, for the guard (:mod:`spcheck.guard`).
+
+    Experts of a layer have one name. ``kv_b_proj`` has two more entries: ``.key``, the largest Frobenius norm of a
+    head's key part, and ``.value``, the largest row norm of the value parts.
+    """
+    norms: dict[str, float] = {}
+    reader, config = open_weights(plan), plan.config
+    present, copies = set(reader.names()), optional_copies(config)
+    for name in sorted(present | copies.keys())[rank::size]:
+        stored = name if name in present else copies[name]
+        if len(reader.shape(stored)) == 2:
+            module = re.sub(r"\.experts\.\d+\.", ".experts.", name.removesuffix(".weight"))
+            weight = reader.tensor(stored).double()
+            norms[module] = max(norms.get(module, 0.0), _largest_norm(weight))
+            if module.endswith(".kv_b_proj"):
+                heads = weight.view(config.num_attention_heads, -1, weight.shape[1])
+                keys, values = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+                norms[f"{module}.key"] = _largest_norm(keys.flatten(1))
+                norms[f"{module}.value"] = _largest_norm(values)
+    return norms
+
+
+def _largest_norm(rows: Tensor) -> float:
+    return float(torch.linalg.vector_norm(rows, dim=-1).max())
 
 
 @lru_cache(maxsize=1)

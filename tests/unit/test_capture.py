@@ -3,6 +3,7 @@
 import pytest
 from torch import nn
 
+from spcheck.subject import Tap
 from spcheck.worker.capture import Capture, TapError
 
 GOOD = ("0", "out", 0, "Replicate", "value")
@@ -13,6 +14,6 @@ GOOD = ("0", "out", 0, "Replicate", "value")
 )
 def test_a_misspelt_tap_is_refused(position, word):
     root = nn.Sequential(nn.Linear(2, 2))
-    Capture(root, {"probe": GOOD}).close()
+    Capture(root, {"probe": Tap(*GOOD)}).close()
     with pytest.raises(TapError, match="probe"):
-        Capture(root, {"probe": (*GOOD[:position], word, *GOOD[position + 1 :])})
+        Capture(root, {"probe": Tap(*GOOD[:position], word, *GOOD[position + 1 :])})

@@ -15,7 +15,7 @@ from optimized.indexer import ChooseKeys
 from optimized.linear import GreedySampler
 from optimized.norms import ResidualRMSNorm, RMSNorm
 from optimized.rotary import HalfSplitRotary, InterleavedRotary, RotaryTable, attention_scale, frequencies
-from optimized.router import ChooseExperts, Weigh
+from optimized.router import Best, Weigh, within_best_groups
 
 CPU = torch.device("cpu")
 INF = float("inf")
@@ -91,12 +91,12 @@ def test_the_lowest_key_wins_a_tie_and_masked_keys_are_never_chosen():
 
 def test_groups_are_ranked_by_their_two_best_and_dropped_ones_cannot_return():
     biased = torch.tensor([[-1.0, -9.0, -2.0, -3.0, -5.0, -0.5], [0.0] * 6])
-    assert ChooseExperts(2, 3, 1)(biased).tolist() == [[2, 3], [0, 1]]
-    assert ChooseExperts(3, 1, 1)(biased).tolist() == [[5, 0, 2], [0, 1, 2]]
+    assert Best(2)(within_best_groups(biased, 3, Best(1))).tolist() == [[2, 3], [0, 1]]
+    assert Best(3)(biased).tolist() == [[5, 0, 2], [0, 1, 2]]
 
 
 def test_a_nan_row_still_chooses_experts():
-    ids = ChooseExperts(2, 3, 1)(torch.full((1, 6), NAN))
+    ids = Best(2)(within_best_groups(torch.full((1, 6), NAN), 3, Best(1)))
     assert 0 <= int(ids.min()) <= int(ids.max()) < 6
 
 

@@ -13,7 +13,7 @@ from reference.attention import ChooseKeys, HeadWeights, chosen_mask
 from reference.cache import LayerCache
 from reference.config import parse_config
 from reference.layers import GreedySampler, LayerNorm, RMSNorm
-from reference.moe import ChooseExperts, Weigh
+from reference.moe import Gate, Weigh
 from reference.rope import Rotary, attention_scale, frequencies, table_scale
 
 PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
@@ -120,7 +120,8 @@ class TestChoices:
 class TestRouter:
     def choose(self, scores, **changes):
         sizes = {"n_routed_experts": 6, "n_group": 3, "topk_group": 1, "num_experts_per_tok": 2}
-        return ChooseExperts(config_of(**sizes | changes))(torch.tensor([scores])).tolist()[0]
+        gate = Gate(config_of(**sizes | changes))
+        return gate.choose(gate.in_kept_groups(torch.tensor([scores]))).tolist()[0]
 
     def test_a_group_scores_the_sum_of_its_two_best(self):
         assert self.choose([0.9, 0.0, 0.5, 0.6, 0.7, 0.1]) == [3, 2]

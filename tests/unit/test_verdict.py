@@ -13,7 +13,7 @@ from spcheck.report.json import to_json
 from spcheck.report.text import to_text, verdict_line
 from spcheck.verdict import conclude
 
-PLAN = make_plan(Case(requests=(3,), tp=2, mtp_steps=0))
+PLAN = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics="float64"))
 SILENT = {"rows": [], "collectives": {}, "work": [], "silent": []}
 
 
@@ -124,20 +124,28 @@ def test_another_active_scheme_is_told():
     assert "scheme tp is active in the candidate, full-sp expected" in c.verdict.findings[0].message
 
 
+def chosen(within=0, beyond=0):
+    counts = {"compared": 2, "agreeing": 2 - within - beyond, "within": within, "beyond": beyond}
+    return {"choices": {**counts, "margin": 1e-3, "flip_margin": 1e-9, "score_error": 1e-9}}
+
+
 @pytest.mark.parametrize(
-    ("numerics", "kind", "outcome"),
+    ("numerics", "kind", "more", "outcome"),
     [
-        ("float64", "set", "DIVERGED"),
-        ("float32", "set", "INCONCLUSIVE"),
-        ("float32", "value", "DIVERGED"),
-        ("float32", "scores", "DIVERGED"),
-        ("bfloat16", "set", "INCONCLUSIVE"),
-        ("bfloat16", "value", "INCONCLUSIVE"),
+        ("exact", "set", chosen(within=1), "DIVERGED"),
+        ("float64", "set", {}, "DIVERGED"),
+        ("float64", "set", chosen(beyond=1), "DIVERGED"),
+        ("float64", "set", chosen(within=1), "INCONCLUSIVE"),
+        ("float32", "set", chosen(beyond=1), "DIVERGED"),
+        ("float32", "value", {}, "DIVERGED"),
+        ("float32", "scores", {}, "DIVERGED"),
+        ("bfloat16", "set", chosen(beyond=1), "DIVERGED"),
+        ("bfloat16", "value", {}, "INCONCLUSIVE"),
     ],
 )
-def test_a_choice_that_differs(numerics, kind, outcome):
+def test_a_difference(numerics, kind, more, outcome):
     plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
-    assert judged([row("a", wrong(), kind)], [], plan=plan).verdict.outcome == outcome
+    assert judged([row("a", wrong(), kind, **more)], [], plan=plan).verdict.outcome == outcome
 
 
 def test_a_reference_that_is_no_number_proves_nothing():

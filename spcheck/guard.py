@@ -1,0 +1,143 @@
+"""The guard of exact arithmetic: proves for every product of a run that it fits into 53 bits. No torch.
+
+Every long sum is bounded by Cauchy-Schwarz, the largest row norm of one operand times that of the other. The bound
+holds for every sub-sum as well, so it covers any order, any sharding, any tree of partial sums; and for the attention
+products it covers the plain and the absorbed form alike. Source of the formulas: docs/numerics.md.
+
+``norms`` holds the largest row norm of each snapped activation (``<module>.out``, over the last axis: a head's where it
+has heads), the largest absolute value of each residual stream (``<norm>.in``) and the largest row norm of each weight
+(``<module>``; all experts of a layer under one name).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from reference.config import ModelConfig
+from spcheck.exact import LIMIT, Grid
+
+Norms = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of sum. ``bits`` is log2 of its bound in its unit: exact up to 53."""
+
+    name: str
+    bits: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether no sum of this kind can be rounded."""
+        return self.bits <= LIMIT
+
+
+def merge_norms(ranks: Sequence[Norms]) -> dict[str, float]:
+    """Over all ranks: the largest; channels that are divided over the ranks add up in squares."""
+    names = {name for norms in ranks for name in norms}
+    return {name: _merged(name, [norms[name] for norms in ranks if name in norms]) for name in names}
+
+
+def _merged(name: str, values: list[float]) -> float:
+    divided = name.endswith((".o_proj.in", ".act_fn.out"))
+    return math.hypot(*values) if divided else max(values)
+
+
+def products(config: ModelConfig, grid: Grid, norms: Norms, longest: int) -> list[Product]:
+    """Every product of the model that ran; ``longest`` is the largest number of keys of a query."""
+    return list(_Products(config, grid, norms, longest).all())
+
+
+class _Products:
+    """The table of products. Units are powers of two: 2^-(sum of the operands' bits)."""
+
+    def __init__(self, config: ModelConfig, grid: Grid, norms: Norms, longest: int) -> None:
+        self.config = config
+        self.grid = grid
+        self.norms = norms
+        self.longest = longest
+        self.linear_unit = grid.activation + grid.weight
+        self.routed_unit = self.linear_unit
+        self.pending = 0.0  # bound of the last block's output, still to be added to the residual
+
+    def all(self) -> Iterator[Product]:
+        for layer in range(self.config.num_hidden_layers):
+            yield from self.layer(f"model.layers.{layer}", layer)
+        yield self.residual("model.norm")
+        yield self.linear("lm_head", self.norms["model.norm.out"])
+        for layer in self.config.mtp_layers:
+            if f"model.layers.{layer}.enorm.out" in self.norms:
+                yield from self.mtp(f"model.layers.{layer}", layer)
+
+    def mtp(self, name: str, layer: int) -> Iterator[Product]:
+        self.pending = 0.0  # a residual stream of its own
+        both = math.hypot(self.norms[f"{name}.enorm.out"], self.norms[f"{name}.hnorm.out"])
+        yield self.linear(f"{name}.eh_proj", both)
+        yield from self.layer(name, layer)
+        yield self.residual(f"{name}.shared_head.norm")
+        yield self.linear(f"{name}.shared_head.head", self.norms[f"{name}.shared_head.norm.out"])
+
+    def layer(self, name: str, layer: int) -> Iterator[Product]:
+        yield self.residual(f"{name}.input_layernorm")
+        yield from self.attention(f"{name}.self_attn", self.norms[f"{name}.input_layernorm.out"])
+        yield self.residual(f"{name}.post_attention_layernorm")
+        x = self.norms[f"{name}.post_attention_layernorm.out"]
+        yield from self.moe(f"{name}.mlp", x) if self.config.is_moe_layer(layer) else self.dense(f"{name}.mlp", x)
+
+    def attention(self, name: str, x: float) -> Iterator[Product]:
+        grid, norms = self.grid, self.norms
+        q_latent, latent = norms[f"{name}.q_a_layernorm.out"], norms[f"{name}.kv_a_layernorm.out"]
+        yield self.linear(f"{name}.q_a_proj", x)
+        yield self.linear(f"{name}.kv_a_proj_with_mqa", x)
+        yield self.linear(f"{name}.q_b_proj", q_latent)
+        yield self.linear(f"{name}.kv_b_proj", latent)
+        if self.config.has_indexer:
+            yield from self.indexer(f"{name}.indexer", x, q_latent)
+        # qn . (Wk c) = (Wk' qn) . c: |qn| times the Frobenius norm of a head's Wk times |c| bounds both, part by part.
+        nope = norms[f"{name}.q_split.out"] * norms[f"{name}.kv_b_proj.key"] * latent
+        rope = norms[f"{name}.q_rope.out"] * norms[f"{name}.k_rope.out"]
+        yield self.product(f"{name} q.k", nope + rope, grid.activation + self.linear_unit)
+        probability = 1 + self.longest * 2.0 ** -(grid.probability + 1)  # each one was rounded by half a unit at most
+        value = probability * latent * norms[f"{name}.kv_b_proj.value"]
+        yield self.product(f"{name} p.v", value, grid.probability + self.linear_unit)
+        yield self.linear(f"{name}.o_proj", norms[f"{name}.o_proj.in"])
+        self.pending = norms[f"{name}.o_proj.in"] * norms[f"{name}.o_proj"]
+
+    def indexer(self, name: str, x: float, q_latent: float) -> Iterator[Product]:
+        yield self.linear(f"{name}.wq_b", q_latent)
+        yield self.linear(f"{name}.wk", x)
+        yield self.linear(f"{name}.weights_proj", x)
+        dots = self.norms[f"{name}.q_rope.out"] * self.norms[f"{name}.k_rope.out"]
+        heads = math.sqrt(self.config.index_n_heads or 1) * self.norms[f"{name}.head_weights.out"]
+        yield self.product(f"{name} scores", heads * dots, self.grid.head_weight + 2 * self.grid.index)
+
+    def dense(self, name: str, x: float) -> Iterator[Product]:
+        yield self.linear(f"{name}.gate_proj", x)
+        yield self.linear(f"{name}.up_proj", x)
+        inner = self.norms[f"{name}.act_fn.out"]
+        yield self.linear(f"{name}.down_proj", inner)
+        self.pending = inner * self.norms[f"{name}.down_proj"]
+
+    def moe(self, name: str, x: float) -> Iterator[Product]:
+        yield self.linear(f"{name}.gate", x)
+        yield from self.dense(f"{name}.experts", x)
+        expert = self.pending
+        yield from self.dense(f"{name}.shared_experts", x)
+        weights = math.sqrt(self.config.num_experts_per_tok) * self.norms[f"{name}.gate.weigh.out"]
+        self.pending += weights * expert
+        self.routed_unit = self.linear_unit + self.grid.routing
+        yield self.product(f"{name} combine", self.pending, self.routed_unit)
+
+    def residual(self, norm: str) -> Product:
+        """The stream that ``norm`` sees. Its unit is that of the finest block so far."""
+        return self.product(f"{norm}.in residual", self.norms[f"{norm}.in"] + self.pending, self.routed_unit)
+
+    def linear(self, weight: str, x: float) -> Product:
+        return self.product(weight, x * self.norms[weight], self.linear_unit)
+
+    def product(self, name: str, bound: float, unit: int) -> Product:
+        if math.isnan(bound):
+            return Product(name, math.inf)
+        return Product(name, math.log2(bound) + unit if bound > 0 else 0.0)

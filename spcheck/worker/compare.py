@@ -1,0 +1,171 @@
+"""Two aligned forwards of the pair, measured probe by probe on the rank that owns the rows: numbers, no opinion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spcheck.comm.interface import World
+from spcheck.exact import point_of
+from spcheck.judge import bound_of
+from spcheck.phases import Phase
+from spcheck.plan import Plan
+from spcheck.subject import Tap
+from spcheck.worker.align import Aligned, owned_rows
+from spcheck.worker.capture import TapError
+from spcheck.worker.choices import Choices, measure_choices
+from spcheck.worker.measure import Difference, measure, measure_sets
+from spcheck.worker.replay import is_choice, scores_of
+from spcheck.worker.snap import snap
+
+Values = dict[str, Tensor]
+Row = dict[str, Any]
+
+
+class Comparer:
+    """Measures what is complete on this rank and appends numbers to the report."""
+
+    def __init__(
+        self, plan: Plan, world: World, reference: Mapping[str, Tap], candidate: Mapping[str, Tap], report: Row
+    ) -> None:
+        self._plan = plan
+        self._numerics = plan.case.numerics
+        self._world = world
+        self._taps = _agreed(reference, candidate)
+        self._report = report
+
+    def __call__(self, phase: Phase, expected: Aligned, actual: Aligned) -> None:
+        """Compares every probe of one forward, in the candidate's execution order; the unpaired ones come last."""
+        paired = [probe for probe in actual.order if probe in expected.values]
+        known = set(paired)
+        alone = [probe for probe in (*expected.order, *actual.order) if probe not in known]
+        for probe in [*paired, *alone]:
+            tap = self._taps.get(probe) or Tap(probe, "out", 0, "Replicate", "value")
+            row: Row = {"probe": probe, "phase": phase.kind, "call": phase.call, "kind": tap.family}
+            if probe in expected.values and probe in actual.values:
+                row |= self._measured(probe, tap, phase, expected.values, actual.values)
+            else:
+                row |= {"unpaired": "reference" if probe in expected.values else "candidate"}
+            row |= _faults(tap, phase, expected.replica_faults.get(probe), actual.replica_faults.get(probe))
+            self._report["probes"].append(row)
+            if probe.endswith(".mlp.gate.choose.out") and probe in expected.values:
+                self._count_experts(probe, phase, expected.values[probe])
+
+    def _measured(self, probe: str, tap: Tap, phase: Phase, expected: Values, actual: Values) -> Row:
+        owned = owned_rows(tap, phase, self._world.rank, self._world.size)
+        if tap.kind in ("set", "token"):
+            difference, more = self._chosen(probe, expected, actual)
+        else:
+            # A replayed choice stands in the reference's order in both.
+            ids = expected if self._plan.replays else actual
+            e, a = _paired_columns(tap, expected[probe], actual[probe], expected, ids)
+            bound = bound_of(self._numerics, probe)
+            difference = measure(e, a, bound, one_scale=self._one_scale(tap, bound))
+            more = {}
+            if self._plan.grid is not None and difference.unequal_rows and e.shape == a.shape:
+                difference, more = self._after_snap(probe, difference, e, a, owned)
+        return {"difference": vars(difference), **_located(difference, owned), **more}
+
+    def _one_scale(self, tap: Tap, bound: float) -> bool:
+        """Index scores below float64 may cancel within a row; a step of exact numerics is measured as a whole."""
+        if self._numerics == "exact":
+            return bound > 0
+        return tap.kind == "scores" and self._numerics != "float64"
+
+    def _after_snap(
+        self, probe: str, before: Difference, e: Tensor, a: Tensor, owned: list[tuple[int, int]]
+    ) -> tuple[Difference, Row]:
+        """Exact numerics: the rows that stay unequal after the snap, and the first that is so for rounding alone."""
+        point = point_of(probe)
+        if point is None or self._plan.grid is None:
+            return before, {}
+        bits = point.bits(self._plan.grid)
+        unequal = (snap(e, bits) != snap(a, bits)).flatten(1).any(dim=1)
+        after = replace(before, unequal_rows=int(unequal.sum()) if not before.rows_over else before.unequal_rows)
+        if before.rows_over or not after.unequal_rows:
+            return after, {}
+        row = int(unequal.nonzero()[0])
+        request, position = owned[row]
+        return after, {"straddle": {"request": request, "position": position, "rank": self._world.rank}}
+
+    def _chosen(self, probe: str, expected: Values, actual: Values) -> tuple[Difference, Row]:
+        """A choice as a set; and where its scores are probed too, by its margin."""
+        e, a = expected[probe], actual[probe]
+        difference = measure_sets(e, a)
+        scores = scores_of(probe)
+        if not is_choice(probe, self._taps) or scores not in expected or scores not in actual or not len(e):
+            return difference, {}
+        choices = measure_choices(e, a, expected[scores], actual[scores])
+        if self._numerics in ("float32", "bfloat16") and difference.rows_over:
+            difference = _beyond_only(difference, choices)
+        return difference, {"choices": vars(choices)}
+
+    def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
+        experts = self._plan.config.n_routed_experts
+        counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts)
+        self._report["expert_rows"].append([probe, phase.call, counts.tolist()])
+
+
+def _beyond_only(difference: Difference, choices: Choices) -> Difference:
+    """Where choices are replayed a flip that the scores' error explains is no difference."""
+    if not choices.beyond:
+        return replace(difference, rows_over=0, first_over=None, max_rel=0.0, max_abs=0.0, note="")
+    return replace(difference, rows_over=choices.beyond, first_over=choices.first_beyond)
+
+
+def _agreed(reference: Mapping[str, Tap], candidate: Mapping[str, Tap]) -> dict[str, Tap]:
+    """Probe -> tap. A candidate must not decide how it is compared: both have to say the same kind.
+
+    Raises:
+        TapError: they do not.
+    """
+    for probe in reference.keys() & candidate.keys():
+        if reference[probe].family != candidate[probe].family:
+            kinds = f"{reference[probe].kind!r} in the reference and {candidate[probe].kind!r} in the candidate"
+            raise TapError(f"probe {probe} is of kind {kinds}")
+    return {**candidate, **reference}
+
+
+def _paired_columns(tap: Tap, e: Tensor, a: Tensor, e_ids: Values, a_ids: Values) -> tuple[Tensor, Tensor]:
+    """Both sides [rows, width] with the same thing in each column; by id where a tap says so."""
+    if tap.ids:
+        e, a = _by_id(e, e_ids.get(tap.ids)), _by_id(a, a_ids.get(tap.ids))
+    elif tap.kind in ("scores", "keys") and e.shape[-1] != a.shape[-1]:
+        width = max(e.shape[-1], a.shape[-1])
+        nothing = float("-inf") if tap.kind == "scores" else 0.0
+        e, a = (F.pad(x, (0, width - x.shape[-1]), value=nothing) for x in (e, a))
+    return (e.flatten(1), a.flatten(1)) if e.ndim > 2 or a.ndim > 2 else (e, a)
+
+
+def _by_id(values: Tensor, ids: Tensor | None) -> Tensor:
+    """Values [rows, (heads,) k] in the order of their ids [rows, k]; as they are where the ids do not fit."""
+    if ids is None or (ids.shape[0], ids.shape[-1]) != (values.shape[0], values.shape[-1]):
+        return values
+    order = ids.long().argsort(dim=1)
+    return values.gather(-1, order if values.ndim == 2 else order.unsqueeze(1).expand_as(values))
+
+
+def _located(difference: Difference, owned: list[tuple[int, int]]) -> Row:
+    """Local rows of a difference as (request, position); a misshapen value has no such row."""
+    out: Row = {}
+    for name, row in (("worst", difference.worst_row), ("first", difference.first_over)):
+        if row is not None and row < len(owned):
+            request, position = owned[row]
+            out[name] = {"request": request, "position": position}
+    return out
+
+
+def _faults(tap: Tap, phase: Phase, expected: tuple[int, int] | None, actual: tuple[int, int] | None) -> Row:
+    """Replicas that differ: on which rank, and the request and position of the first row."""
+    out: Row = {}
+    for name, fault in (("reference_replica", expected), ("replica", actual)):
+        if fault is not None:
+            rank, row = fault
+            request, position = phase.last_row(row) if tap.per_request else phase.row(row)
+            out[name] = {"rank": rank, "request": request, "position": position}
+    return out

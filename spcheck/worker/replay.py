@@ -1,0 +1,58 @@
+"""The reference's choices in place of the candidate's own, so that what follows a near tie stays comparable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spcheck.phases import Phase
+from spcheck.subject import Tap
+
+
+class Replay:
+    """Hooks on the choice modules of one subject, put on behind the hooks that capture: a probe shows its own choice.
+
+    Ids are global experts and groups, key positions within a request, and tokens; rows are matched by (request,
+    position). Padded rows keep what they chose.
+    """
+
+    def __init__(self, root: nn.Module, taps: Mapping[str, Tap]) -> None:
+        self._chosen: Mapping[str, Tensor] = {}
+        self._rows: Mapping[str, slice] = {}
+        modules = dict(root.named_modules())
+        self._probes = {probe: tap for probe, tap in taps.items() if is_choice(probe, taps)}
+        for probe, tap in self._probes.items():
+            modules[tap.module].register_forward_hook(lambda _, __, output, probe=probe: self._replaced(probe, output))
+
+    def expect(self, phase: Phase, rank: int, tp: int, chosen: Mapping[str, Tensor]) -> None:
+        """Says what to choose in the next forward: all real rows' ids [rows, k] per probe, none for no replay."""
+        mine = phase.owned(rank, tp)
+        self._chosen = chosen
+        self._rows = {
+            probe: slice(mine.start, mine.stop) if tap.placement == "Shard(0)" else slice(None)
+            for probe, tap in self._probes.items()
+        }
+
+    def _replaced(self, probe: str, output: Any) -> Any:
+        if probe not in self._chosen:
+            return output
+        ids = self._chosen[probe][self._rows[probe]].to(output.device, output.dtype)
+        own = output.unsqueeze(-1) if output.ndim == 1 else output
+        if ids.shape[0] > own.shape[0] or bool((ids[:, own.shape[1] :] >= 0).any()):
+            return output  # rows or columns are missing here: a finding of its own
+        replaced = own.clone()
+        replaced[: ids.shape[0]] = F.pad(ids, (0, own.shape[1] - ids.shape[1]), value=-1)
+        return replaced.reshape(output.shape)
+
+
+def is_choice(probe: str, taps: Mapping[str, Tap]) -> bool:
+    """Whether a probe shows what a module chose from scores that are probed too."""
+    return taps[probe].kind in ("set", "token") and scores_of(probe) in taps and scores_of(probe) != probe
+
+
+def scores_of(choice: str) -> str:
+    """The probe of the scores that a choice was made from."""
+    return choice.removesuffix(".out") + ".in"
