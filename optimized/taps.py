@@ -82,7 +82,9 @@ def _attention(config: ModelConfig, attention: str) -> dict[str, Tap]:
     out[f"{attention}.q_split.out"] = _value(f"{attention}.q_split", "Shard(1)")
     out[f"{attention}.q_rope.out"] = _value(f"{attention}.q_rope", "Shard(1)")
     keys = f"keys:{attention}.indexer.choose.out" if config.has_indexer else "keys"
-    out[f"{attention}.softmax.out"] = (f"{attention}.softmax", "out", 0, "Shard(1)", keys)
+    out |= {
+        f"{attention}.softmax.{side}": (f"{attention}.softmax", side, 0, "Shard(1)", keys) for side in ("in", "out")
+    }
     out[f"{attention}.o_proj.in"] = _value(f"{attention}.o_proj", "Shard(1)", side="in")
     if config.has_indexer:
         out |= _choice(f"{attention}.indexer.choose", "Replicate")

@@ -66,6 +66,7 @@ def _attention(prefix: str | None) -> Iterator[tuple[str, Tap]]:
     yield "self_attn.q_split.out", _out("self_attn.q_split", "Shard(1)")
     yield "self_attn.q_rope.out", _out("self_attn.q_rope", "Shard(1)")
     kind = f"all-keys:{prefix}.self_attn.indexer.choose.out" if prefix else "keys"
+    yield "self_attn.softmax.in", _in("self_attn.softmax", "Shard(1)", kind)
     yield "self_attn.softmax.out", _out("self_attn.softmax", "Shard(1)", kind)
     yield "self_attn.o_proj.in", _in("self_attn.o_proj", "Shard(1)")
     yield "self_attn.out", _out("self_attn")

@@ -47,7 +47,14 @@ def _merged(name: str, values: list[float]) -> float:
 
 def products(config: ModelConfig, grid: Grid, norms: Norms, longest: int) -> list[Product]:
     """Every product of the model that ran; ``longest`` is the largest number of keys of a query."""
-    return list(_Products(config, grid, norms, longest).all())
+    return list(_Products(config, grid, _Bounds(norms), longest).all())
+
+
+class _Bounds(dict[str, float]):
+    """What was not measured has no bound."""
+
+    def __missing__(self, name: str) -> float:
+        return math.inf
 
 
 class _Products:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,20 @@ class Phase:
     counts: tuple[int, ...]
     padded: int
 
-    @property
+    @cached_property
     def real(self) -> int:
         """Rows that belong to a request."""
         return sum(self.counts)
 
     def row(self, index: int) -> tuple[int, int]:
         """(request, position) of packed row ``index`` < ``real``."""
-        for request, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
-            if index < count:
-                return request, start + index
-            index -= count
-        raise IndexError("a padded row has no request")
+        return self.rows[index]
+
+    @cached_property
+    def rows(self) -> list[tuple[int, int]]:
+        """(request, position) of all real rows."""
+        firsts = zip(self.starts, self.counts, strict=True)
+        return [(request, start + i) for request, (start, count) in enumerate(firsts) for i in range(count)]
 
     def last_row(self, request: int) -> tuple[int, int]:
         """(request, position) of a request's last row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
@@ -30,6 +31,19 @@ class Tap:
     def per_request(self) -> bool:
         """Whether there is one row per request, in place of one per token."""
         return self.kind in ("token", "logits")
+
+    @property
+    def per_key(self) -> bool:
+        """Whether the value is [rows, heads, keys]."""
+        return self.kind.partition(":")[0] in ("keys", "all-keys")
+
+    @property
+    def fill(self) -> float:
+        """What stands where a row has nothing: no id, no score, no probability."""
+        if self.kind == "set":
+            return -1
+        scores = self.kind in ("scores", "logits") or (self.per_key and self.side == "in")
+        return -math.inf if scores else 0.0
 
     @property
     def family(self) -> str:

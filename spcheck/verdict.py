@@ -203,12 +203,8 @@ def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Seque
         if r.unpaired:
             message = f"{label(r)} was seen in the {r.unpaired} only"
             findings.append(Finding("unpaired", "DIVERGED", message, _at(r, None)))
-    silent = {
-        (side, probe)
-        for r in reports
-        for side in ("reference", "candidate")
-        for probe in r.get(side, {}).get("silent", ())
-    }
+    logs = [(side, r[side]) for r in reports for side in ("reference", "candidate") if side in r]
+    silent = {(side, probe) for side, log in logs for probe in log["silent"]}
     for side, probe in sorted(s for s in silent if phases_of_probe(s[1], plan)):
         findings.append(Finding("silent", "DIVERGED", f"{probe}: declared by the {side}, and never fired"))
     return findings

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spcheck.exact import LIMIT
+from spcheck.exact import LIMIT, Grid
 from spcheck.guard import Product, merge_norms, products
 from spcheck.plan import Plan
 
@@ -40,13 +41,15 @@ def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     merged = merge_norms([n for n in norms if n]) | merge_norms([w for w in weights if w])
     longest = max(plan.case.requests) + max(plan.case.mtp_steps - 1, 0)
     made = products(plan.config, plan.grid, merged, longest)
-    doubts = [
-        f"{p.name} needs up to {p.bits:.1f} bits on grid {plan.grid.name}, and a float64 holds {LIMIT}"
-        for p in made
-        if not p.exact
-    ]
+    doubts = [_doubt(p, plan.grid) for p in made if not p.exact]
     tightest = max(made, key=lambda p: p.bits)
     return Exactness(plan.grid.name, len(made), tightest, (*doubts, *dict.fromkeys(_operands(plan, reports))))
+
+
+def _doubt(product: Product, grid: Grid) -> str:
+    if not math.isfinite(product.bits):
+        return f"{product.name} could not be bounded"
+    return f"{product.name} needs up to {product.bits:.1f} bits on grid {grid.name}, and a float64 holds {LIMIT}"
 
 
 def _operands(plan: Plan, reports: Reports) -> Iterator[str]:

@@ -32,7 +32,7 @@ def expected_rows(probe: str, dataflow: str, phase: Phase, tp: int) -> list[int]
         return [1] * len(phase.counts) if per_request else list(phase.counts)
     if per_request:
         return [len(phase.counts)]
-    if probe.endswith(".softmax.out"):
+    if probe.endswith((".softmax.in", ".softmax.out")):
         return [phase.real]  # attention runs for tokens only
     if dataflow == "full-sp" and _ON_SHARDS.search(probe):
         return [phase.shard_rows(tp)]

@@ -5,7 +5,6 @@ One packed exchange on the tool's own group after a forward; its sums run in ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from spcheck.subject import Tap
 from spcheck.worker.capture import Piece
 from spcheck.worker.measure import row_digests
 
-_FILL = {"scores": -math.inf, "logits": -math.inf, "set": -1}
+_REPLICAS = "#replicas"
 
 
 @dataclass
@@ -44,10 +43,17 @@ def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world:
     """
     local = _joined(pieces, taps)
     outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
+    replicas = _replicas(local, taps, phase)
+    fingerprint = _fingerprint(replicas) if world.size > 1 else torch.zeros(1)
+    for box in outgoing:
+        box[_REPLICAS] = fingerprint
     for probe, value in local.items():
-        _post(outgoing, probe, value, taps[probe], phase)
+        if not taps[probe].per_request and taps[probe].placement in ("Shard(1)", "Partial"):
+            _post(outgoing, probe, value, phase)
     incoming = world.swap(outgoing)
     aligned = Aligned(order=list(local))
+    if not _all_same([box[_REPLICAS] for box in incoming]):
+        aligned.replica_faults = _replica_faults(local, taps, phase, world)
     for probe, value in local.items():
         tap = taps[probe]
         if not tap.per_request and tap.placement in ("Shard(1)", "Partial"):
@@ -57,8 +63,6 @@ def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world:
             aligned.values[probe] = value[_own_slice(tap, phase, world.rank, world.size)]
         if tap.placement == "Replicate" and tap.kind in ("set", "token"):
             aligned.choices[probe] = value[: _rows(tap, phase)]
-        if fault := _replica_fault([box.get(_digest_key(probe)) for box in incoming]):
-            aligned.replica_faults[probe] = fault
     return aligned
 
 
@@ -89,30 +93,25 @@ def _joined(pieces: Sequence[Piece], taps: Mapping[str, Tap]) -> dict[str, Tenso
     for piece in pieces:
         if taps[piece.probe].kind != "work":
             firings.setdefault(piece.probe, []).append(piece.value)
-    return {probe: _cat(values, taps[probe].kind) for probe, values in firings.items()}
+    return {probe: _cat(values, taps[probe]) for probe, values in firings.items()}
 
 
-def _cat(values: list[Tensor], kind: str) -> Tensor:
+def _cat(values: list[Tensor], tap: Tap) -> Tensor:
     """Rows below each other, [rows, width]; one value per key stays [rows, heads, keys]."""
-    per_key = kind.partition(":")[0] in ("keys", "all-keys")
-    values = [v.unsqueeze(1) if v.ndim == 1 else v if per_key else v.flatten(1) for v in values]
+    values = [v.unsqueeze(1) if v.ndim == 1 else v if tap.per_key else v.flatten(1) for v in values]
     if len(values) == 1:
         return values[0]
-    if per_key or kind in _FILL:
+    if tap.per_key or tap.kind in ("scores", "logits", "set"):
         width = max(v.shape[-1] for v in values)
-        values = [F.pad(v, (0, width - v.shape[-1]), value=_FILL.get(kind, 0.0)) for v in values]
+        values = [F.pad(v, (0, width - v.shape[-1]), value=tap.fill) for v in values]
     return torch.cat(values)
 
 
-def _post(outgoing: list[dict[str, Tensor]], probe: str, value: Tensor, tap: Tap, phase: Phase) -> None:
-    size = len(outgoing)
-    if tap.placement == "Replicate":
-        if size > 1:
-            outgoing[0][_digest_key(probe)] = row_digests(value[: _rows(tap, phase)])
-    elif tap.placement in ("Shard(1)", "Partial"):
-        for rank in range(size):
-            mine = phase.owned(rank, size)
-            outgoing[rank][probe] = value[mine.start : mine.stop].contiguous()
+def _post(outgoing: list[dict[str, Tensor]], probe: str, value: Tensor, phase: Phase) -> None:
+    """A piece of every row, to the rank that owns the row."""
+    for rank, box in enumerate(outgoing):
+        mine = phase.owned(rank, len(outgoing))
+        box[probe] = value[mine.start : mine.stop].contiguous()
 
 
 def _rows(tap: Tap, phase: Phase) -> int:
@@ -146,6 +145,37 @@ def _completed(parts: list[Tensor | None], placement: str) -> Tensor:
     return total
 
 
+def _replicas(local: Mapping[str, Tensor], taps: Mapping[str, Tap], phase: Phase) -> dict[str, Tensor]:
+    """The real rows of what every rank must hold alike."""
+    return {p: x[: _rows(taps[p], phase)].flatten(1) for p, x in local.items() if taps[p].placement == "Replicate"}
+
+
+def _fingerprint(replicas: Mapping[str, Tensor]) -> Tensor:
+    """One number for all replicas of a forward: another value anywhere gives another one."""
+    by_type: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+    for x in replicas.values():
+        by_type.setdefault((x.dtype, len(x)), []).append(x)
+    digests = [row_digests(torch.cat(xs, dim=1)) for xs in by_type.values()]
+    return row_digests(torch.cat(digests)[None]) if digests else torch.zeros(1, dtype=torch.int64)
+
+
+def _all_same(fingerprints: list[Tensor]) -> bool:
+    return all(torch.equal(x, fingerprints[0]) for x in fingerprints[1:])
+
+
+def _replica_faults(
+    local: Mapping[str, Tensor], taps: Mapping[str, Tap], phase: Phase, world: World
+) -> dict[str, tuple[int, int]]:
+    """Which replicas differ and where, on rank 0: a second exchange, of a fingerprint per row and probe.
+
+    Every rank takes part, since all of them have seen the same fingerprints.
+    """
+    digests = {probe: row_digests(x) for probe, x in _replicas(local, taps, phase).items()}
+    incoming = world.swap([digests if rank == 0 else {} for rank in range(world.size)])
+    found = {probe: _replica_fault([box.get(probe) for box in incoming]) for probe in digests}
+    return {probe: fault for probe, fault in found.items() if fault is not None} if world.rank == 0 else {}
+
+
 def _replica_fault(digests: list[Tensor | None]) -> tuple[int, int] | None:
     base = digests[0]
     if base is None:
@@ -157,10 +187,6 @@ def _replica_fault(digests: list[Tensor | None]) -> tuple[int, int] | None:
         if len(differs):
             return rank, int(differs[0])
     return None
-
-
-def _digest_key(probe: str) -> str:
-    return f"{probe}#digest"
 
 
 def _choice_key(probe: str) -> str:

@@ -111,12 +111,12 @@ class Capture:
         self.pieces.append(Piece(probe, kept))
 
     def _chosen_keys(self, probe: str, tap: Tap, value: Tensor) -> Tensor:
-        """Of one value per key [rows, heads, keys], those of the chosen keys [rows, heads, k]: all others are zero."""
+        """Of one value per key [rows, heads, keys], those of the chosen keys [rows, heads, k]: the others say nothing."""
         ids = self._latest[tap.ids or ""]
         if ids is None or ids.shape[0] != value.shape[0]:
             raise TapError(f"probe {probe}: no choice {tap.ids} of as many rows stands before it")
         places = ids.clamp(min=0).unsqueeze(1).expand(-1, value.shape[1], -1)
-        return value.detach().gather(2, places).masked_fill_((ids < 0).unsqueeze(1), 0.0)
+        return value.detach().gather(2, places).masked_fill_((ids < 0).unsqueeze(1), tap.fill)
 
 
 def _check(probe: str, tap: Tap, modules: Mapping[str, nn.Module]) -> None:

@@ -75,7 +75,7 @@ class Comparer:
         """Index scores below float64 may cancel within a row; a step of exact numerics is measured as a whole."""
         if self._numerics == "exact":
             return bound > 0
-        return tap.kind == "scores" and self._numerics != "float64"
+        return tap.fill < -1 and self._numerics != "float64"
 
     def _after_snap(
         self, probe: str, before: Difference, e: Tensor, a: Tensor, owned: list[tuple[int, int]]
@@ -137,8 +137,7 @@ def _paired_columns(tap: Tap, e: Tensor, a: Tensor, e_ids: Values, a_ids: Values
         e, a = _by_id(e, e_ids.get(tap.ids)), _by_id(a, a_ids.get(tap.ids))
     elif tap.kind in ("scores", "keys") and e.shape[-1] != a.shape[-1]:
         width = max(e.shape[-1], a.shape[-1])
-        nothing = float("-inf") if tap.kind == "scores" else 0.0
-        e, a = (F.pad(x, (0, width - x.shape[-1]), value=nothing) for x in (e, a))
+        e, a = (F.pad(x, (0, width - x.shape[-1]), value=tap.fill) for x in (e, a))
     return (e.flatten(1), a.flatten(1)) if e.ndim > 2 or a.ndim > 2 else (e, a)
 
 
