@@ -2,8 +2,8 @@
 
 python benchmarks/measuring.py
 
-Reading is the fastest of sum, max and amax over both tensors. `assert_close` gets a pair that passes: a failing one also
-writes a message. One thread; the three take turns, and a ratio is the median over the turns.
+Reading is the fastest of sum, max and amax over both tensors. `assert_close` gets a pair that passes: a failing one
+also writes a message. One thread; the three take turns, and a ratio is the median over the turns.
 """
 
 import statistics

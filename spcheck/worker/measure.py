@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor
 
 Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.intp]
 
-_SMALL = 4096  # elements up to which a first look with torch.equal is nearly free
-_BLOCK = {"cpu": 2**16, "cuda": 2**24}  # elements: two blocks and a scratch fit an L2 cache; a GPU wants long kernels
-_WORKING = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_SMALL = 2**14  # elements up to which calls cost more than work, and torch.equal is nearly free
+_BLOCK = {"cpu": 2**19, "cuda": 2**26}  # bytes: two blocks and a scratch fit an L2 cache; a GPU wants long kernels
+_WORKING = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float32}
 # The bits of floats without a sign sort like the floats, NaN last, and an integer maximum takes half the time.
 # Not so for 64 bits.
 _BITS = {torch.float32: torch.int32, torch.float64: torch.float64}
@@ -73,7 +73,7 @@ def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool =
     rows, size = expected.shape[0], expected.numel()
     if size == 0 or (size <= _SMALL and torch.equal(expected, actual)):
         return Difference(rows, 0, 0.0, 0.0)
-    gap, scale = _row_maxima(expected, actual, every_scale=one_scale)
+    gap, scale = _careful(expected, actual, *_row_maxima(expected, actual, every_scale=one_scale))
     largest = float(gap.max())
     if largest == 0:
         return Difference(rows, 0, 0.0, 0.0)
@@ -138,46 +138,69 @@ def row_digests(x: Tensor) -> Tensor:
 
 def _row_maxima(expected: Tensor, actual: Tensor, *, every_scale: bool) -> tuple[Floats, Floats]:
     """max|a - e| and max|e| of every row; without ``every_scale`` the latter is left at 0 in a block of equal rows."""
+    working = _WORKING.get(expected.dtype, torch.float64)
+    if expected.is_cpu and expected.numel() <= _SMALL:
+        return _small_maxima(_workable(expected, working), _workable(actual, working))
     rows, width = expected.shape
-    step = min(max(_BLOCK.get(expected.device.type, _BLOCK["cuda"]) // width, 1), rows)
-    scratch = torch.empty(step, width, dtype=_scratch_type(expected.dtype), device=expected.device)
-    gap, scale = np.zeros(rows), np.zeros(rows)
-    for at in range(0, rows, step):
-        here = slice(at, at + step)
-        e, a = (_workable(x[here]) for x in (expected, actual))
-        s = scratch[: len(e)]
-        gap[here] = _largest(torch.sub(a, e, out=s).abs_())
-        if every_scale or gap[here].any():
-            scale[here] = _largest(torch.abs(e, out=s))
-            if not np.isfinite(gap[here] + scale[here]).all():
-                gap[here], scale[here] = _careful_maxima(e, a)
-    return gap, scale
+    step = _rows_of_a_block(expected, working.itemsize)
+    scratch = torch.empty(step, width, dtype=working, device=expected.device)
+    gap, scale = torch.zeros(2, rows, dtype=_BITS[working], device=expected.device)
+    for here in (slice(at, at + step) for at in range(0, rows, step)):
+        e, a = expected[here], actual[here]
+        equal = _seen_equal(e, a)
+        e, a, x = _workable(e, working), _workable(a, working), scratch[: len(e)]
+        if not equal:
+            _largest(torch.sub(a, e, out=x).abs_(), out=gap[here])
+            equal = int(gap[here].count_nonzero()) == 0
+        if every_scale or not equal:
+            _largest(torch.abs(e, out=x), out=scale[here])
+    maxima = (x.view(working).numpy(force=True).astype(np.float64) for x in (gap, scale))
+    return next(maxima), next(maxima)
 
 
-def _scratch_type(dtype: torch.dtype) -> torch.dtype:
-    return _WORKING.get(dtype, dtype if dtype == torch.float32 else torch.float64)
+def _small_maxima(e: Tensor, a: Tensor) -> tuple[Floats, Floats]:
+    """The same where calls cost more than elements: numpy's are the shorter ones."""
+    wanted, got = e.numpy(), a.numpy()
+    gap, scale = np.abs(got - wanted).max(axis=1), np.abs(wanted).max(axis=1)
+    return gap.astype(np.float64), scale.astype(np.float64)
 
 
-def _workable(x: Tensor) -> Tensor:
-    """In a type whose differences are 0 only between equals: integers stay integers until they are subtracted."""
-    return x.to(_scratch_type(x.dtype) if x.is_floating_point() else torch.int64)
+def _rows_of_a_block(x: Tensor, itemsize: int) -> int:
+    block = _BLOCK.get(x.device.type, _BLOCK["cuda"]) // itemsize
+    return min(max(block // x.shape[1], 1), len(x))
 
 
-def _largest(x: Tensor) -> npt.NDArray[np.floating]:
-    """The largest of every row of values without a sign, NaN before inf."""
-    top: npt.NDArray[np.generic] = x.view(_BITS[x.dtype]).amax(dim=1).numpy(force=True)
-    return top.view(np.float32 if x.dtype == torch.float32 else np.float64)
+def _seen_equal(e: Tensor, a: Tensor) -> bool:
+    """A look that costs little where it finds a difference; False also where looking costs as much as measuring.
 
-
-def _careful_maxima(e: Tensor, a: Tensor) -> tuple[Floats, Floats]:
-    """The same beside a NaN, an infinity or an overflow: equal infinities have no gap, a NaN has an infinite one.
-
-    The scale is that of the finite elements.
+    numpy's comparison is a vector loop, torch's is not, but it stops at the first difference.
     """
-    e, a = e.double(), a.double()
-    gap = (a - e).abs_().nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(e == a, 0.0)
-    size = e.abs().nan_to_num_(nan=0.0, posinf=0.0)
-    return gap.amax(dim=1).numpy(force=True), size.amax(dim=1).numpy(force=True)
+    if not e.is_cpu or e.dtype not in _BITS:
+        return False
+    return torch.equal(e[0], a[0]) and bool((e.numpy() == a.numpy()).all())
+
+
+def _workable(x: Tensor, working: torch.dtype) -> Tensor:
+    """In a type whose differences are 0 only between equals: integers stay integers until they are subtracted."""
+    return x.to(working if x.is_floating_point() else torch.int64)
+
+
+def _largest(x: Tensor, out: Tensor) -> None:
+    """The largest of every row of values without a sign, as bits; NaN before inf."""
+    torch.amax(x.view(out.dtype), dim=1, out=out)
+
+
+def _careful(expected: Tensor, actual: Tensor, gap: Floats, scale: Floats) -> tuple[Floats, Floats]:
+    """Does the rows again that hold a NaN or an infinity, or overflowed.
+
+    Equal infinities have no gap, a NaN has an infinite one; the scale is that of the finite elements.
+    """
+    odd = (~np.isfinite(gap + scale)).nonzero()[0]
+    for rows, e, a in _in_blocks(expected, actual, odd):
+        away = (a - e).abs_().nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(e == a, 0.0)
+        gap[rows] = away.amax(dim=1).numpy(force=True)
+        scale[rows] = e.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(dim=1).numpy(force=True)
+    return gap, scale
 
 
 def _worst_element(expected: Tensor, actual: Tensor) -> tuple[int, float, float]:
@@ -191,7 +214,10 @@ def _worst_element(expected: Tensor, actual: Tensor) -> tuple[int, float, float]
 
 def _histogram(errors: Floats) -> list[tuple[int, int]]:
     within = np.minimum(np.maximum(errors, math.ulp(0.0)), sys.float_info.max)  # frexp knows no exponent of 0 and inf
-    return sorted(Counter(np.frexp(within)[1].tolist()).items())
+    exponents = np.frexp(within)[1]
+    lowest = int(exponents.min(initial=1024))
+    counts = np.bincount(exponents - lowest).tolist()
+    return [(lowest + i, rows) for i, rows in enumerate(counts) if rows]
 
 
 def _misshapen(expected: Tensor, actual: Tensor) -> Difference:
@@ -203,10 +229,11 @@ def _misshapen(expected: Tensor, actual: Tensor) -> Difference:
     )
 
 
-def _ratio(expected: Tensor, actual: Tensor, rows: npt.NDArray[np.intp]) -> float | None:
+def _ratio(expected: Tensor, actual: Tensor, rows: Rows) -> float | None:
     """The one factor that explains these rows to within 1%, if there is one and it is not 1."""
     squares = power = product = 0.0
-    for e, a in _in_blocks(expected, actual, rows):
+    for _, *block in _in_blocks(expected, actual, rows):
+        e, a = (x.flatten() for x in block)
         power += float(e.dot(e))
         product += float(e.dot(a))
         squares += float(a.dot(a))
@@ -217,12 +244,13 @@ def _ratio(expected: Tensor, actual: Tensor, rows: npt.NDArray[np.intp]) -> floa
     return factor if left < 1e-4 * factor * product and abs(factor - 1) > 0.05 else None
 
 
-def _in_blocks(expected: Tensor, actual: Tensor, rows: npt.NDArray[np.intp]) -> Iterator[tuple[Tensor, Tensor]]:
-    """These rows flat and in float64, a few at a time."""
-    step = max(_BLOCK["cpu"] // expected.shape[1], 1)
+def _in_blocks(expected: Tensor, actual: Tensor, rows: Rows) -> Iterator[tuple[Rows, Tensor, Tensor]]:
+    """These rows in float64, a few at a time."""
+    step = _rows_of_a_block(expected, torch.float64.itemsize)
     for at in range(0, len(rows), step):
-        chosen = torch.from_numpy(rows[at : at + step]).to(expected.device)
-        yield expected[chosen].double().flatten(), actual[chosen].double().flatten()
+        some = rows[at : at + step]
+        chosen = torch.from_numpy(some).to(expected.device)
+        yield some, expected[chosen].double(), actual[chosen].double()
 
 
 def _sorted_ids(ids: Tensor, width: int) -> Tensor:
