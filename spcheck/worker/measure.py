@@ -153,7 +153,7 @@ def _row_maxima(expected: Tensor, actual: Tensor, *, every_scale: bool) -> tuple
             _largest(torch.sub(a, e, out=x).abs_(), out=gap[here])
             equal = int(gap[here].count_nonzero()) == 0
         if every_scale or not equal:
-            _largest(torch.abs(e, out=x), out=scale[here])
+            _largest(torch.abs(e.to(working), out=x), out=scale[here])
     maxima = (x.view(working).numpy(force=True).astype(np.float64) for x in (gap, scale))
     return next(maxima), next(maxima)
 
