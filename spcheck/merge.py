@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 RankReport = dict[str, Any]
@@ -31,7 +34,8 @@ class ProbeResult:
     """One probe in one forward, over all ranks that own rows of it.
 
     ``worst`` and ``first`` say where: request, position, rank (and for ``worst`` the rank's own row and the channel).
-    ``ranks_over`` are the ranks with a row over the bound.
+    ``ranks_over`` are the ranks with a row over the bound. ``histogram`` counts the unequal rows by the binary exponent
+    of their error: x holds those from 2**(x - 1) to below 2**x, 1024 the infinite ones too.
     """
 
     probe: str
@@ -51,6 +55,7 @@ class ProbeResult:
     reference_nan: bool = False
     choices: ChoiceCounts | None = None
     straddle: dict[str, Any] | None = None
+    histogram: dict[int, int] = field(default_factory=dict)
     unpaired: str | None = None
     replica: dict[str, Any] | None = None
     reference_replica: dict[str, Any] | None = None
@@ -64,6 +69,27 @@ class ProbeResult:
     def bitwise_equal(self) -> bool:
         """Whether every compared row was equal."""
         return self.unequal_rows == 0
+
+    @property
+    def median_rel(self) -> float:
+        """At least half of the rows have an error of at most this."""
+        return self.quantile(Fraction(1, 2))
+
+    @property
+    def p99_rel(self) -> float:
+        """At least 99% of the rows have an error of at most this."""
+        return self.quantile(Fraction(99, 100))
+
+    def quantile(self, share: Fraction) -> float:
+        """The upper edge of the bin at which this share of the rows is reached; 0 while equal rows reach it."""
+        reached = self.rows - sum(self.histogram.values())
+        if reached >= share * self.rows:
+            return 0.0
+        for exponent, rows in sorted(self.histogram.items()):
+            reached += rows
+            if reached >= share * self.rows:
+                return math.ldexp(1.0, exponent) if exponent < sys.float_info.max_exp else math.inf
+        raise AssertionError("the bins hold every unequal row")
 
 
 def merge_probes(reports: Sequence[RankReport]) -> list[ProbeResult]:
@@ -94,6 +120,8 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
     result.rows += d["rows"]
     result.unequal_rows += d["unequal_rows"]
     result.rows_over += d["rows_over"]
+    for exponent, rows in d.get("histogram", ()):
+        result.histogram[exponent] = result.histogram.get(exponent, 0) + rows
     result.max_abs = max(result.max_abs, d["max_abs"])
     result.reference_nan = result.reference_nan or d["reference_nan"]
     if d["worst_row"] is not None and d["max_rel"] >= result.max_rel:

@@ -111,7 +111,7 @@ class Capture:
         self.pieces.append(Piece(probe, kept))
 
     def _chosen_keys(self, probe: str, tap: Tap, value: Tensor) -> Tensor:
-        """Of one value per key [rows, heads, keys], those of the chosen keys [rows, heads, k]: the others say nothing."""
+        """Of one value per key [rows, heads, keys], those of the chosen keys [rows, heads, k]."""
         ids = self._latest[tap.ids or ""]
         if ids is None or ids.shape[0] != value.shape[0]:
             raise TapError(f"probe {probe}: no choice {tap.ids} of as many rows stands before it")
