@@ -15,6 +15,7 @@ from spcheck import __version__
 from spcheck.case import BACKENDS, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
 from spcheck.errors import SpcheckError, UsageError
 from spcheck.output import JsonTarget, echo, progress, wants_color, width
+from spcheck.printable import printable
 
 if TYPE_CHECKING:
     from spcheck.plan import Plan
@@ -178,7 +179,7 @@ def _run() -> int:
 
 
 def _say(sentence: str, code: int) -> int:
-    echo(f"spcheck: {sentence}\n", err=True)
+    echo(f"spcheck: {printable(sentence)}\n", err=True)
     return code
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from io import StringIO
 
 from rich.console import Console, JustifyMethod
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from spcheck.contracts.check import Checked
@@ -14,6 +14,7 @@ from spcheck.judge import BOUNDS
 from spcheck.merge import ProbeResult
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
+from spcheck.printable import printable
 from spcheck.verdict import Comparison, place
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
@@ -33,6 +34,11 @@ def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> 
         for line in [*_contracts(comparison), *_findings(comparison), *_verdict(comparison)]:
             console.print(line)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def escape(text: str) -> str:
+    """Text from a name, a path or an error for rich: neither markup nor anything a terminal would obey."""
+    return escape_markup(printable(text))
 
 
 def verdict_line(comparison: Comparison) -> str:
