@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _INTERNAL = 70
 _LONGEST = 1e6  # seconds
+_DOCTOR_STEPS = 5  # the machine, torch, and three backends
+_STEPS = 3  # of a run: its ranks start, they run, their numbers are judged
 
 
 @click.group(
@@ -33,7 +35,21 @@ _LONGEST = 1e6  # seconds
 @click.version_option(__version__, message="spcheck %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Proves that a sequence-parallel model still computes what its reference computes."""
+    """Proves that a sequence-parallel model still computes what its reference computes.
+
+    It runs the two as a pair, on the same ranks, weights and tokens, and compares every layer.
+
+    \b
+    Start with:
+      spcheck doctor                        what this machine can run
+      spcheck diff --tp 2 --tokens 17       compare the pair on one request
+      spcheck diff --help                   all that a case can be made of
+
+    \b
+    Exit codes:
+      0 EQUAL or EQUIVALENT    1 DIVERGED        2 usage, impossible case
+      3 INCONCLUSIVE           4 FAILED          70 internal error, 130 interrupted
+    """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -72,6 +88,11 @@ def _skip_padding_default() -> bool:
     return value == "1"
 
 
+_json_option = click.option(
+    "--json", "json_target", metavar="FILE", help="Also writes the result as JSON: a file, or - for stdout."
+)
+
+
 @cli.command()
 @click.option("--tp", type=int, default=2, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--tokens", type=int, help="One request of this many new tokens.")
@@ -83,7 +104,7 @@ def _skip_padding_default() -> bool:
     callback=_settings,
     metavar="KEY=VALUE",
     multiple=True,
-    help="Overrides a config key; repeatable.",
+    help="Overrides a key of the model's config.json; repeatable.",
 )
 @click.option("--numerics", type=click.Choice(NUMERICS), default="float64", show_default=True, help="Working type.")
 @click.option("--scheme", type=click.Choice(SCHEMES), default="auto", show_default=True, help="Candidate's dataflow.")
@@ -99,25 +120,36 @@ def _skip_padding_default() -> bool:
 @click.option("--seed", type=int, default=0, show_default=True, help="Weights of a preset, tokens, padding.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="What joins the ranks.")
 @click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds until a run counts as hung.")
-@click.option("--json", "json_target", help="Also writes the result as JSON: a file, or - for stdout.")
-def diff(tokens: int | None, requests: tuple[int, ...] | None, json_target: str | None, **options: Any) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Shows every probe, not only one line per layer.")
+@click.option("-q", "--quiet", is_flag=True, help="Shows one line: the verdict, and where it diverges first.")
+@_json_option
+def diff(
+    tokens: int | None,
+    requests: tuple[int, ...] | None,
+    json_target: str | None,
+    verbose: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Runs the pair on one case and compares every layer. --tokens or --requests is needed.
 
     \b
     Examples:
       spcheck diff --tp 2 --tokens 17
       spcheck diff --tp 4 --requests 5,1,11 --mtp-steps 3 --aux-layers 0,2,5
-      spcheck diff --tp 2 --tokens 17 --set index_topk=4 --set n_group=1 --set topk_group=1
+      spcheck diff --tp 2 --tokens 17 --set index_topk=4 --set topk_group=1
 
     \b
     Exit codes:
       0 EQUAL or EQUIVALENT    1 DIVERGED        2 usage, impossible case
       3 INCONCLUSIVE           4 FAILED          70 internal error, 130 interrupted
     """
+    if verbose and quiet:
+        raise UsageError("give --verbose or --quiet, not both")
     case = _case(tokens, requests, options)
     target = None if json_target is None else JsonTarget(json_target)
-    comparison = _compare(case)
-    _show(comparison, target)
+    comparison = _compare(case, quiet=quiet)
+    _show(comparison, target, verbose=verbose, quiet=quiet)
     sys.exit(comparison.verdict.exit_code)
 
 
@@ -135,27 +167,56 @@ def _case(tokens: int | None, requests: tuple[int, ...] | None, options: dict[st
     return Case(requests=requests if requests is not None else (tokens or 0,), **options)
 
 
-def _compare(case: Case) -> Comparison:
+def _compare(case: Case, *, quiet: bool) -> Comparison:
     from spcheck.launch.parent import run_case
     from spcheck.plan import make_plan
 
     plan: Plan = make_plan(case)
-    with progress() as say:
+    with progress(_STEPS, quiet=quiet) as say:
         log = run_case(case, say)
-    from spcheck.verdict import conclude
+        say("judging")
+        from spcheck.verdict import conclude
 
-    return conclude(plan, log.reports, log.environment, log.failure)
+        return conclude(plan, log.reports, log.environment, log.failure)
 
 
-def _show(comparison: Comparison, target: JsonTarget | None) -> None:
+def _show(comparison: Comparison, target: JsonTarget | None, *, verbose: bool, quiet: bool) -> None:
     from spcheck.report.json import to_json
-    from spcheck.report.text import to_text
+    from spcheck.report.text import to_line, to_text
 
     to_stderr = target is not None and target.is_stdout
     color = wants_color(sys.stderr if to_stderr else sys.stdout)
-    echo(to_text(comparison, color=color, width=width()), err=to_stderr)
+    text = to_line(comparison) if quiet else to_text(comparison, color=color, width=width(), verbose=verbose)
+    echo(text, err=to_stderr)
     if target is not None:
         target.write(to_json(comparison))
+
+
+@cli.command()
+@_json_option
+def doctor(json_target: str | None) -> None:
+    """Says what this machine can run, and runs one small case on each backend that should work.
+
+    \b
+    Examples:
+      spcheck doctor
+      spcheck doctor --json doctor.json
+
+    \b
+    Exit codes:
+      0 every backend that should work here does
+      4 one of them did not, or there is none
+    """
+    from spcheck.doctor.trial import examine
+    from spcheck.report.doctor import doctor_json, doctor_text
+
+    target = None if json_target is None else JsonTarget(json_target)
+    with progress(_DOCTOR_STEPS) as say:
+        diagnosis = examine(say)
+    echo(doctor_text(diagnosis), err=target is not None and target.is_stdout)
+    if target is not None:
+        target.write(doctor_json(diagnosis))
+    sys.exit(diagnosis.exit_code)
 
 
 def main() -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
-import secrets
 import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from spcheck.errors import UsageError
-from spcheck.launch.parent import Progress
+
+if TYPE_CHECKING:
+    from spcheck.launch.parent import Progress
 
 _LONGEST_NAME = 200  # characters of a name in a message
 
@@ -94,7 +96,7 @@ class JsonTarget:
     @contextmanager
     def _beside(self) -> Iterator[Path]:
         """A new file in the target's folder, gone at the end unless it was renamed."""
-        path = self._path.with_name(f".spcheck-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        path = self._path.with_name(f".spcheck-{os.getpid()}-{os.urandom(4).hex()}.tmp")
         path.touch(exist_ok=False)
         try:
             yield path
@@ -133,13 +135,14 @@ def width() -> int:
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """One line on stderr that is rewritten, on a terminal only."""
-    shown = _is_terminal(sys.stderr)
+def progress(steps: int, *, quiet: bool = False) -> Iterator[Progress]:
+    """One line on stderr that is rewritten at each of so many steps, on a terminal only."""
+    shown = _is_terminal(sys.stderr) and not quiet
+    count = itertools.count(1)
 
     def say(text: str) -> None:
         if shown:
-            echo(f"\r\033[K{text} ...", err=True)
+            echo(f"\r\033[K[{next(count)}/{steps}] {text} ...", err=True)
 
     try:
         yield say

@@ -25,6 +25,7 @@ LAYERS = [
     {"spcheck.plan", "spcheck.merge"},
     {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker"},
     {"spcheck.verdict", "spcheck.launch"},
+    {"spcheck.doctor"},
     {"spcheck.report"},
     {"spcheck.output"},
     {"spcheck.cli"},
@@ -33,6 +34,7 @@ LAYERS = [
 
 # Parts of the tool that must run without torch: the parent and everything it imports.
 TORCH_FREE = {"spcheck.cli", "spcheck.verdict", "spcheck.report.text", "spcheck.report.json", "spcheck.launch.parent"}
+TORCH_FREE |= {"spcheck.doctor.trial", "spcheck.doctor.torch_facts", "spcheck.report.doctor", "spcheck.report.probes"}
 
 
 def modules():
