@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from spcheck import __version__
 from spcheck.case import BACKENDS, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
@@ -47,8 +48,8 @@ def cli(context: click.Context) -> None:
 
     \b
     Exit codes:
-      0 EQUAL or EQUIVALENT    1 DIVERGED        2 usage, impossible case
-      3 INCONCLUSIVE           4 FAILED          70 internal error, 130 interrupted
+      0 EQUAL or EQUIVALENT    1 DIVERGED    2 usage, impossible case
+      3 INCONCLUSIVE           4 FAILED      70 internal error, 130 interrupted
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -88,16 +89,31 @@ def _skip_padding_default() -> bool:
     return value == "1"
 
 
+def _files(_: click.Context, __: click.Parameter, beginning: str) -> list[CompletionItem]:
+    """Leaves the completion to the shell."""
+    return [CompletionItem(beginning, type="file")]
+
+
+def _models(_: click.Context, __: click.Parameter, beginning: str) -> list[CompletionItem]:
+    from spcheck.plan import preset_names
+
+    presets = [CompletionItem(name) for name in preset_names() if name.startswith(beginning)]
+    return [*presets, CompletionItem(beginning, type="dir")]
+
+
 _json_option = click.option(
-    "--json", "json_target", metavar="FILE", help="Also writes the result as JSON: a file, or - for stdout."
-)
+    "--json", "json_target", metavar="FILE", shell_complete=_files,
+    help="Also writes the result as JSON: a file, or - for stdout.",
+)  # fmt: skip
 
 
 @cli.command()
 @click.option("--tp", type=int, default=2, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--tokens", type=int, help="One request of this many new tokens.")
 @click.option("--requests", callback=_numbers, metavar="N,N,...", help="New tokens of each request, such as 5,1,11.")
-@click.option("--model", default="dsv32-tiny", show_default=True, help="A preset, or a checkpoint folder.")
+@click.option(
+    "--model", default="dsv32-tiny", show_default=True, shell_complete=_models, help="A preset, or a checkpoint folder."
+)
 @click.option(
     "--set",
     "overrides",
@@ -141,8 +157,8 @@ def diff(
 
     \b
     Exit codes:
-      0 EQUAL or EQUIVALENT    1 DIVERGED        2 usage, impossible case
-      3 INCONCLUSIVE           4 FAILED          70 internal error, 130 interrupted
+      0 EQUAL or EQUIVALENT    1 DIVERGED    2 usage, impossible case
+      3 INCONCLUSIVE           4 FAILED      70 internal error, 130 interrupted
     """
     if verbose and quiet:
         raise UsageError("give --verbose or --quiet, not both")
@@ -195,7 +211,10 @@ def _show(comparison: Comparison, target: JsonTarget | None, *, verbose: bool, q
 @cli.command()
 @_json_option
 def doctor(json_target: str | None) -> None:
-    """Says what this machine can run, and runs one small case on each backend that should work.
+    """Says what this machine can run, and tries it.
+
+    It looks at torch, GPUs, nccl, gloo, cores, memory and the like, and runs one small case on each backend that
+    should work here.
 
     \b
     Examples:
@@ -227,7 +246,7 @@ def main() -> None:
 def _run() -> int:
     try:
         _check_packages()
-        result = cli.main(standalone_mode=False)
+        result = cli.main(prog_name="spcheck", standalone_mode=False)
     except click.ClickException as error:
         return _say(_one_sentence(error.format_message()), error.exit_code)
     except SpcheckError as error:
