@@ -16,7 +16,7 @@ from spcheck import __version__
 from spcheck.case import BACKENDS, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
 from spcheck.errors import SpcheckError, UsageError
 from spcheck.output import JsonTarget, echo, progress, wants_color, width
-from spcheck.printable import printable
+from spcheck.printable import sentence
 
 if TYPE_CHECKING:
     from spcheck.plan import Plan
@@ -258,8 +258,8 @@ def _run() -> int:
     return result if isinstance(result, int) else 0
 
 
-def _say(sentence: str, code: int) -> int:
-    echo(f"spcheck: {printable(sentence)}\n", err=True)
+def _say(message: str, code: int) -> int:
+    echo(f"spcheck: {sentence(message)}\n", err=True)
     return code
 
 

@@ -20,8 +20,6 @@ from spcheck.errors import UsageError
 if TYPE_CHECKING:
     from spcheck.launch.parent import Progress
 
-_LONGEST_NAME = 200  # characters of a name in a message
-
 
 class JsonTarget:
     """Where ``--json`` writes: ``-`` is stdout. Checked before the run, so that no result is lost after it.
@@ -53,14 +51,14 @@ class JsonTarget:
             if self._into_place:
                 self._replace(text)
             else:
-                self._path.write_text(text, encoding="utf-8")
+                Path(self.name).write_text(text, encoding="utf-8")  # /dev/stdout leads to what has no path
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise UsageError(f"--json {self.name[:_LONGEST_NAME]} cannot be written: {error.strerror}") from error
+            raise UsageError(f"--json {self.name} cannot be written: {error.strerror}") from error
 
     def _is_file_or_new(self) -> bool:
         """A device or a pipe is written into: to rename a file over it would destroy it."""
@@ -78,7 +76,7 @@ class JsonTarget:
 
     def _check(self) -> None:
         """Tries what :meth:`write` will do, as far as that leaves no trace."""
-        if os.path.lexists(self._path) and not os.access(self._path, os.W_OK):
+        if os.path.exists(self.name) and not os.access(self.name, os.W_OK):
             raise OSError(errno.EACCES, "it may not be written")
         if self._into_place:
             if not os.path.isdir(self._path.parent):

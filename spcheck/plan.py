@@ -14,7 +14,6 @@ from spcheck.case import Case
 from spcheck.errors import UsageError
 from spcheck.phases import Phase, layer_of, phases_of
 
-_LONGEST_NAME = 200  # characters of a name in a message
 _MOST = 10**6  # rows, or draft steps: far over what one run can hold
 
 
@@ -85,7 +84,7 @@ def load_model(case: Case) -> ModelConfig:
     try:
         return parse_config(raw, dict(case.overrides))
     except ConfigError as error:
-        raise UsageError(f"{_short(case.model)}: {error}") from error
+        raise UsageError(f"{case.model}: {error}") from error
 
 
 def _raw_config(model: str) -> object:
@@ -93,18 +92,14 @@ def _raw_config(model: str) -> object:
         return json.loads(resources.files("spcheck").joinpath("presets", f"{model}.json").read_text(encoding="utf-8"))
     folder = Path(model)
     if not model or not os.path.isdir(folder):  # unlike Path.is_dir it says no where it may not look
-        raise UsageError(f"--model {_short(model)} is neither a preset ({', '.join(preset_names())}) nor a folder")
+        raise UsageError(f"--model {model} is neither a preset ({', '.join(preset_names())}) nor a folder")
     return read_config(folder)
 
 
 def _check_overrides(case: Case) -> None:
     names = [name for name, _ in case.overrides]
     if twins := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--set {_short(twins[0])} is given {names.count(twins[0])} times")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
+        raise UsageError(f"--set {twins[0]} is given {names.count(twins[0])} times")
 
 
 def resolve_scheme(case: Case, config: ModelConfig) -> tuple[str, str]:
@@ -150,7 +145,7 @@ def _check_rows(case: Case, config: ModelConfig) -> None:
     if case.mtp_steps < 0:
         raise UsageError(f"--mtp-steps must be 0 or more, not {case.mtp_steps}")
     if case.mtp_steps and not config.num_nextn_predict_layers:
-        raise UsageError(f"--mtp-steps {case.mtp_steps} needs an MTP layer and {_short(case.model)} has none")
+        raise UsageError(f"--mtp-steps {case.mtp_steps} needs an MTP layer and {case.model} has none")
     if config.num_nextn_predict_layers > 1:
         raise UsageError(f"{config.num_nextn_predict_layers} MTP layers are not supported yet, only 1")
     longest = max(case.requests) + max(case.mtp_steps - 1, 0)

@@ -22,7 +22,7 @@ from reference.checkpoint import CheckpointError, RandomWeights, write_checkpoin
 from spcheck.case import Case
 from spcheck.output import JsonTarget
 from spcheck.plan import load_model, make_plan
-from spcheck.printable import printable
+from spcheck.printable import sentence
 from spcheck.worker.weights import check_weights
 
 PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
@@ -76,7 +76,7 @@ def refusal(folder):
     """What the host says of the folder, as it is printed."""
     with pytest.raises(CheckpointError) as caught:
         check_weights(make_plan(Case((3,), 2, model=str(folder))))
-    return printable(str(caught.value))
+    return sentence(str(caught.value))
 
 
 def edit(folder, change):
@@ -399,6 +399,11 @@ def test_a_model_that_is_no_folder(name):
     assert_refused(spcheck("--model", os.fsdecode(os.fsencode(name))), "is neither a preset")
 
 
+@pytest.mark.parametrize("words", [["--requests", "1," + "x" * 9000], ["--numerics", f"{EVIL}{'x' * 9000}"], [EVIL]])
+def test_words_that_are_long_or_odd(words):
+    assert_refused(spcheck(*words), "spcheck: ")
+
+
 def test_a_folder_with_a_bad_name(tmp_path):
     folder = tmp_path / EVIL
     folder.mkdir()
@@ -464,6 +469,14 @@ def test_a_json_target_of_the_longest_name_there_is(tmp_path):
     assert spcheck("--json", name, cwd=tmp_path, env=FROM_HERE).returncode == 0
     assert json.loads((tmp_path / name).read_text())["outcome"] == "EQUIVALENT"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_json_beside_the_report_on_stdout():
+    done = spcheck("-q", "--json", "/dev/stdout")
+    assert done.returncode == 0
+    line, _, document = done.stdout.partition("\n")
+    assert line.startswith("EQUIVALENT")
+    assert json.loads(document)["outcome"] == "EQUIVALENT"
 
 
 def test_a_disk_that_is_full_after_all():
