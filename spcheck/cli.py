@@ -164,7 +164,7 @@ def diff(
         raise UsageError("give --verbose or --quiet, not both")
     case = _case(tokens, requests, options)
     target = None if json_target is None else JsonTarget(json_target)
-    comparison = _compare(case, quiet=quiet)
+    comparison = _compare(case)
     _show(comparison, target, verbose=verbose, quiet=quiet)
     sys.exit(comparison.verdict.exit_code)
 
@@ -183,12 +183,12 @@ def _case(tokens: int | None, requests: tuple[int, ...] | None, options: dict[st
     return Case(requests=requests if requests is not None else (tokens or 0,), **options)
 
 
-def _compare(case: Case, *, quiet: bool) -> Comparison:
+def _compare(case: Case) -> Comparison:
     from spcheck.launch.parent import run_case
     from spcheck.plan import make_plan
 
     plan: Plan = make_plan(case)
-    with progress(_STEPS, quiet=quiet) as say:
+    with progress(_STEPS, quiet=click.get_current_context().params["quiet"]) as say:
         log = run_case(case, say)
         say("judging")
         from spcheck.verdict import conclude
