@@ -66,7 +66,7 @@ class Checkpoint:
             self._files = {SINGLE: _open(folder / SINGLE)}
             self._file_of = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         else:
-            raise CheckpointError(f"{_path(folder)} has neither {SINGLE} nor {INDEX}{_pickles(folder)}")
+            raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{_pickles(folder)}")
 
     def names(self) -> Collection[str]:
         """The tensors there are."""
@@ -97,11 +97,11 @@ class Checkpoint:
 
     def _holder(self, name: str) -> _File:
         if name not in self._file_of:
-            raise CheckpointError(f"{_path(self._folder)} has no tensor {shown(name)}")
+            raise CheckpointError(f"{self._folder} has no tensor {shown(name)}")
         return self._files[self._file_of[name]]
 
     def _unreadable(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{_path(self._folder / self._file_of[name])} does not hold the tensor {shown(name)}")
+        return CheckpointError(f"{self._folder / self._file_of[name]} does not hold the tensor {shown(name)}")
 
     def _check_index(self) -> None:
         """Of a tensor that is in two files, or in none by the index, readers take this one or that."""
@@ -111,12 +111,8 @@ class Checkpoint:
                     other = self._file_of.get(name)
                     says = "does not name" if other is None else f"places in {shown(other)}"
                     raise CheckpointError(
-                        f"{_path(self._folder / file)} holds the tensor {shown(name)}, which the index {says}"
+                        f"{self._folder / file} holds the tensor {shown(name)}, which the index {says}"
                     )
-
-
-def _path(path: Path) -> str:
-    return shown(str(path))
 
 
 def _is_there(path: Path) -> bool:
@@ -126,7 +122,7 @@ def _is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise CheckpointError(f"{_path(path)} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _pickles(folder: Path) -> str:
@@ -154,14 +150,14 @@ class _File(Protocol):
 def _open(path: Path) -> _File:
     if not _is_there(path):  # a pipe, say, would be waited for
         what = "is no plain file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{_path(path)} is named by the index but {what}")
+        raise CheckpointError(f"{path} is named by the index but {what}")
     try:
         path.open("rb").close()  # safetensors reports a file it may not read as missing
         return cast(_File, safe_open(path, framework="pt"))
     except OSError as error:
-        raise CheckpointError(f"{_path(path)} cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{_path(path)} is not a whole safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -169,16 +165,16 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{_path(path)} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{_path(path)} is not JSON: {error}") from error
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
     file_of = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(file_of, dict) or not file_of:
-        raise CheckpointError(f"{_path(path)} has no weight_map")
+        raise CheckpointError(f"{path} has no weight_map")
     for file in file_of.values():
         # By name, not by resolved path: a download cache keeps its files as links to somewhere else.
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise CheckpointError(f"{_path(path)} names {quoted(file)}, which is no safetensors file of its folder")
+            raise CheckpointError(f"{path} names {quoted(file)}, which is no safetensors file of its folder")
     return file_of
 
 

@@ -121,14 +121,14 @@ def read_config(folder: Path) -> object:
     path = folder / "config.json"
     try:
         if not path.is_file():
-            raise ConfigError(f"{shown(str(folder))} has no readable config.json")
+            raise ConfigError(f"{folder} has no readable config.json")
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(f"{shown(str(path))} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{shown(str(path))} is not JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
