@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol, cast
@@ -20,9 +21,13 @@ from torch import Tensor
 
 from reference.config import ModelConfig
 from reference.layout import Shape, optional_copies, tensor_shapes
+from reference.mistakes import quoted, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+_NOT_READ = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+_TYPES = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
 class CheckpointError(ValueError):
@@ -46,31 +51,42 @@ class Checkpoint:
     """``model.safetensors``, or the shards of ``model.safetensors.index.json``, read tensor by tensor.
 
     Raises:
-        CheckpointError: no weights file, a file cut short, an index that points outside the folder.
+        CheckpointError: no weights file, a file cut short, an index that points outside the folder or contradicts
+            its files.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, _File] = {}
-        if (folder / INDEX).is_file():
+        if _is_there(folder / INDEX):
             self._file_of = _read_index(folder / INDEX)
             self._files = {file: _open(folder / file) for file in sorted(set(self._file_of.values()))}
-        elif (folder / SINGLE).is_file():
+            self._check_index()
+        elif _is_there(folder / SINGLE):
             self._files = {SINGLE: _open(folder / SINGLE)}
             self._file_of = dict.fromkeys(self._files[SINGLE].keys(), SINGLE)
         else:
-            raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}")
+            raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{_pickles(folder)}")
 
     def names(self) -> Collection[str]:
         """The tensors there are."""
         return self._file_of.keys()
 
     def shape(self, name: str) -> Shape:
-        """A tensor's shape, from its file's header."""
+        """A tensor's shape, from its file's header.
+
+        Raises:
+            CheckpointError: no such tensor, or one of a type that no model here computes with.
+        """
         try:
-            return tuple(self._holder(name).get_slice(name).get_shape())
+            entry = self._holder(name).get_slice(name)
         except SafetensorError as error:
             raise self._unreadable(name) from error
+        if entry.get_dtype() not in _TYPES:
+            raise CheckpointError(
+                f"{shown(name)} is stored as {entry.get_dtype()}, which is not supported ({', '.join(_TYPES)})"
+            )
+        return tuple(entry.get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """A tensor in its stored type."""
@@ -81,15 +97,46 @@ class Checkpoint:
 
     def _holder(self, name: str) -> _File:
         if name not in self._file_of:
-            raise CheckpointError(f"{self._folder} has no tensor {name}")
+            raise CheckpointError(f"{self._folder} has no tensor {shown(name)}")
         return self._files[self._file_of[name]]
 
     def _unreadable(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self._folder / self._file_of[name]} does not hold the tensor {name}")
+        return CheckpointError(f"{self._folder / self._file_of[name]} does not hold the tensor {shown(name)}")
+
+    def _check_index(self) -> None:
+        """Of a tensor that is in two files, or in none by the index, readers take this one or that."""
+        for file, opened in self._files.items():
+            for name in opened.keys():  # noqa: SIM118 - no mapping, it only has this method
+                if self._file_of.get(name) != file:
+                    other = self._file_of.get(name)
+                    says = "does not name" if other is None else f"places in {shown(other)}"
+                    raise CheckpointError(
+                        f"{self._folder / file} holds the tensor {shown(name)}, which the index {says}"
+                    )
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file; a link may lead to it, as a download cache has them."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _pickles(folder: Path) -> str:
+    """Says so where there are weights of a kind that is not read: unpickling a file runs what it says."""
+    try:
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in _NOT_READ)
+    except OSError:
+        return ""
+    return f"; {shown(others[0])} is not read, only safetensors is" if others else ""
 
 
 class _Slice(Protocol):
     def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
 
 
 class _File(Protocol):
@@ -101,11 +148,15 @@ class _File(Protocol):
 
 
 def _open(path: Path) -> _File:
+    if not _is_there(path):  # a pipe, say, would be waited for
+        what = "is no plain file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} is named by the index but {what}")
     try:
+        path.open("rb").close()  # safetensors reports a file it may not read as missing
         return cast(_File, safe_open(path, framework="pt"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is named by the index but does not exist") from error
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
@@ -113,7 +164,9 @@ def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     file_of = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(file_of, dict) or not file_of:
@@ -121,7 +174,7 @@ def _read_index(path: Path) -> dict[str, str]:
     for file in file_of.values():
         # By name, not by resolved path: a download cache keeps its files as links to somewhere else.
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
-            raise CheckpointError(f"{path} names {file!r}, which is no safetensors file of its folder")
+            raise CheckpointError(f"{path} names {quoted(file)}, which is no safetensors file of its folder")
     return file_of
 
 
@@ -213,15 +266,15 @@ def check_tensors(config: ModelConfig, reader: TensorReader) -> None:
     if surplus:
         raise CheckpointError(f"the config has no place for {_some(surplus)}")
     for name in sorted(expected.keys() & present):
-        if reader.shape(name) != expected[name]:
-            raise CheckpointError(f"{name} has shape {reader.shape(name)}, but the config says {expected[name]}")
+        if (shape := reader.shape(name)) != expected[name]:
+            raise CheckpointError(f"{name} has shape {quoted(shape)}, but the config says {expected[name]}")
 
 
 def _some(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
+    return shown(names[0]) + (f" and {len(names) - 1} more tensors" if len(names) > 1 else "")
 
 
 def _passed_over(config: ModelConfig, name: str) -> bool:
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
     beyond = layer is not None and int(layer[1]) >= config.num_hidden_layers
     return name.endswith("rotary_emb.inv_freq") or (beyond and config.num_nextn_predict_layers == 0)

@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from reference.mistakes import ConfigError, quoted, shown
+from reference.rope_config import YarnConfig, rope_settings
+
+__all__ = ["ConfigError", "ModelConfig", "YarnConfig", "load_config", "parse_config", "read_config"]
+
 _LARGEST = 2**31 - 1  # what indices of 32 bits can count
+_MOST = {"num_hidden_layers": 1000, "num_nextn_predict_layers": 1000, "n_routed_experts": 10_000}  # each has a name
+_MOST_EXPERTS = 200_000  # of all layers
 _LARGEST_FLOAT = 1e30  # what float32 holds, with room for a product
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v32")
-
-
-class ConfigError(ValueError):
-    """A config that cannot be run; the message is one sentence that names the key."""
-
-
-@dataclass(frozen=True)
-class YarnConfig:
-    """YaRN's stretch of the rotary frequencies (``rope_scaling`` or ``rope_parameters`` of the file)."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,8 +88,8 @@ class ModelConfig:
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
 
+_INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
-_YARN_FIELDS = {field.name for field in dataclasses.fields(YarnConfig)}
 
 # Keys that the models here do not read because only one value is implemented.
 _FIXED: dict[str, object] = {
@@ -131,13 +122,23 @@ def read_config(folder: Path) -> object:
     try:
         if not path.is_file():
             raise ConfigError(f"{folder} has no readable config.json")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
     except ConfigError:
         raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that stands there twice, readers take the one or the other."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"config.json has the key {shown(twin)} twice")
+    return out
 
 
 def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> ModelConfig:
@@ -151,13 +152,11 @@ def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> 
     if not isinstance(raw, dict):
         raise ConfigError("config.json must hold one JSON object")
     values = {name: raw[name] for name in _FIELDS if name in raw and name != "yarn"}
-    values |= _rope(raw)
-    for name, value in (overrides or {}).items():
-        if name not in _FIELDS or name == "yarn":
-            raise ConfigError(f"unknown config key {name!r}")
-        values[name] = value
-    if values.get("model_type") == "deepseek_v3":
-        values |= {"index_n_heads": None, "index_head_dim": None, "index_topk": None}
+    values |= rope_settings(raw)
+    values |= _known(overrides or {})
+    _check_model_type(values, overrides or {})
+    if values["model_type"] == "deepseek_v3":
+        values |= dict.fromkeys(_INDEXER_KEYS)
     missing = [n for n, f in _FIELDS.items() if n not in values and f.default is dataclasses.MISSING]
     if missing:
         raise ConfigError(f"config lacks {', '.join(missing)}")
@@ -165,39 +164,30 @@ def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> 
     config = ModelConfig(**typed)
     _check(config, raw)
     if not overrides:
-        _check_layer_types(config, raw)
+        _check_repeated(config, raw)
     return config
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, object]:
-    """``rope_theta`` and YaRN from either spelling: flat keys with ``rope_scaling``, or ``rope_parameters``."""
-    block = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(block, dict):
-        raise ConfigError("rope_scaling must be an object")
-    out: dict[str, object] = {}
-    if "rope_theta" in block:
-        out["rope_theta"] = block["rope_theta"]
-    kind = block.get("rope_type", block.get("type", "default"))
-    if kind == "yarn":
-        out["yarn"] = _yarn(block)
-    elif kind != "default":
-        raise ConfigError(f"rope_scaling type {kind!r} is not supported (default, yarn)")
-    return out
+def _known(overrides: Mapping[str, object]) -> Mapping[str, object]:
+    settable = _FIELDS.keys() - {"yarn"}
+    for name in overrides:
+        if name not in settable:
+            close = get_close_matches(name, sorted(settable), n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = " (no part of a nested key can be set)" if "." in name else hint
+            raise ConfigError(f"unknown config key {quoted(name)}{hint}")
+    return overrides
 
 
-def _yarn(block: Mapping[str, Any]) -> YarnConfig:
-    values = {name: block[name] for name in _YARN_FIELDS if name in block}
-    for name, value in values.items():
-        if not _is_number(value):
-            raise ConfigError(f"{name} of rope_scaling must be a number, not {value!r}")
-    try:
-        yarn = YarnConfig(**values)
-    except TypeError as error:
-        raise ConfigError("rope_scaling of type yarn needs factor and original_max_position_embeddings") from error
-    for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-        if getattr(yarn, name) <= 0:
-            raise ConfigError(f"{name} of rope_scaling must be positive, not {getattr(yarn, name)}")
-    return yarn
+def _check_model_type(values: Mapping[str, object], overrides: Mapping[str, object]) -> None:
+    """Before all else: a config of another kind of model lacks keys, too, and that would be no help."""
+    if "model_type" not in values:
+        raise ConfigError("config lacks model_type")
+    kind = values["model_type"]
+    if kind not in SUPPORTED_MODEL_TYPES:
+        raise ConfigError(f"model_type {quoted(kind)} is not supported ({', '.join(SUPPORTED_MODEL_TYPES)})")
+    if kind == "deepseek_v3" and (set_keys := [k for k in _INDEXER_KEYS if overrides.get(k) is not None]):
+        raise ConfigError(f"{set_keys[0]} cannot be set: model_type deepseek_v3 has no indexer")
 
 
 def _is_number(value: object) -> bool:
@@ -213,18 +203,16 @@ def _typed(name: str, value: object) -> Any:
     if wanted == "float" and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_FLOAT:
         return float(value)
     if type(value).__name__ != wanted:
-        raise ConfigError(f"{name} must be {wanted}, not {value!r}")
+        raise ConfigError(f"{name} must be {wanted}, not {quoted(value)}")
     return value
 
 
 def _check(c: ModelConfig, raw: Mapping[str, Any]) -> None:
-    if c.model_type not in SUPPORTED_MODEL_TYPES:
-        raise ConfigError(f"model_type {c.model_type!r} is not supported ({', '.join(SUPPORTED_MODEL_TYPES)})")
-    if "quantization_config" in raw:
+    if raw.get("quantization_config") is not None:
         raise ConfigError("quantized checkpoints are not supported yet (quantization_config is set)")
     for name, value in _FIXED.items():
-        if raw.get(name, value) != value:
-            raise ConfigError(f"{name} {raw[name]!r} is not supported (only {value!r})")
+        if raw.get(name) not in (None, value):  # null is how some writers spell absent
+            raise ConfigError(f"{name} {quoted(raw[name])} is not supported (only {value!r})")
     _check_sizes(c)
     _check_numbers(c)
     _check_router(c)
@@ -239,8 +227,12 @@ def _check_sizes(c: ModelConfig) -> None:
             continue
         if value < (0 if name in may_be_zero else 1):
             raise ConfigError(f"{name} must be {'0 or more' if name in may_be_zero else 'positive'}, not {value}")
-        if value > _LARGEST:
-            raise ConfigError(f"{name} must be at most {_LARGEST}, not {value}")
+        if value > (most := _MOST.get(name, _LARGEST)):
+            raise ConfigError(f"{name} must be at most {most}, not {quoted(value)}")
+    if c.first_k_dense_replace > c.num_hidden_layers:
+        raise ConfigError(
+            f"first_k_dense_replace {c.first_k_dense_replace} is more than num_hidden_layers {c.num_hidden_layers}"
+        )
     if c.qk_rope_head_dim % 2:
         raise ConfigError(f"qk_rope_head_dim must be even, not {c.qk_rope_head_dim}")
 
@@ -248,22 +240,35 @@ def _check_sizes(c: ModelConfig) -> None:
 def _check_numbers(c: ModelConfig) -> None:
     for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta", "routed_scaling_factor"):
         value = getattr(c, name)
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name} must be positive, not {value}")
+        if not 0 < value <= _LARGEST_FLOAT:
+            kind = f"at most {_LARGEST_FLOAT:g}" if value > 0 else "positive"
+            raise ConfigError(f"{name} must be {kind}, not {value}")
     if c.rope_theta <= 1:
         raise ConfigError(f"rope_theta must be more than 1, not {c.rope_theta}")
 
 
-def _check_layer_types(c: ModelConfig, raw: Mapping[str, Any]) -> None:
-    """A file may also list which layers have experts; the list must say the same."""
-    derived = ["sparse" if c.is_moe_layer(i) else "dense" for i in range(c.num_hidden_layers)]
-    if raw.get("mlp_layer_types", derived) != derived:
+def _check_repeated(c: ModelConfig, raw: Mapping[str, Any]) -> None:
+    """Keys of a file that say again what others say; no override reaches them."""
+    kinds = ["sparse" if c.is_moe_layer(i) else "dense" for i in range(c.num_hidden_layers)]
+    if raw.get("mlp_layer_types") not in (None, kinds):
         raise ConfigError("mlp_layer_types contradicts first_k_dense_replace and moe_layer_freq")
+    repeated = {
+        "num_key_value_heads": ("num_attention_heads", c.num_attention_heads),
+        "num_local_experts": ("n_routed_experts", c.n_routed_experts),
+        "qk_head_dim": ("qk_nope_head_dim + qk_rope_head_dim", c.qk_nope_head_dim + c.qk_rope_head_dim),
+    }
+    for name, (source, value) in repeated.items():
+        if raw.get(name) not in (None, value):
+            raise ConfigError(f"{name} {quoted(raw[name])} contradicts {source} {value}")
 
 
 def _check_router(c: ModelConfig) -> None:
     if c.n_routed_experts % c.n_group:
         raise ConfigError(f"n_group {c.n_group} does not divide n_routed_experts {c.n_routed_experts}")
+    if c.num_hidden_layers * c.n_routed_experts > _MOST_EXPERTS:
+        raise ConfigError(
+            f"n_routed_experts {c.n_routed_experts} in {c.num_hidden_layers} layers are more than {_MOST_EXPERTS}"
+        )
     per_group = c.n_routed_experts // c.n_group
     if c.n_group > 1 and per_group < 2:
         raise ConfigError("an expert group needs at least 2 experts: its score is the sum of its two best")
@@ -277,7 +282,7 @@ def _check_router(c: ModelConfig) -> None:
 
 
 def _check_indexer(c: ModelConfig) -> None:
-    keys = {"index_n_heads": c.index_n_heads, "index_head_dim": c.index_head_dim, "index_topk": c.index_topk}
+    keys = {name: getattr(c, name) for name in _INDEXER_KEYS}
     given = [name for name, value in keys.items() if value is not None]
     if given and len(given) < len(keys):
         raise ConfigError(f"an indexer needs {', '.join(keys)}; only {', '.join(given)} given")

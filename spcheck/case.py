@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Case:
     @property
     def id(self) -> str:
         """The command line that repeats this case, every default spelled out."""
-        return shlex.join(["spcheck", "diff", *self._shape(), *self._policy()])
+        return " ".join(map(_word, ["spcheck", "diff", *self._shape(), *self._policy()]))
 
     def _shape(self) -> list[str]:
         one = len(self.requests) == 1
@@ -83,3 +84,11 @@ class Case:
 
 def _join(numbers: tuple[int, ...]) -> str:
     return ",".join(str(n) for n in numbers)
+
+
+def _word(text: str) -> str:
+    """One word for a shell, on one line: a name with a line break or an escape sequence as bash and zsh write it."""
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = range(0x20, 0x7F)
+    return "$'" + "".join(chr(b) if b in plain and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(text)) + "'"

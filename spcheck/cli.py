@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from spcheck import __version__
 from spcheck.case import BACKENDS, GRID_NAMES, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
 from spcheck.errors import SpcheckError, UsageError
 from spcheck.output import JsonTarget, echo, progress, wants_color, width
+from spcheck.printable import sentence
 
 if TYPE_CHECKING:
     from spcheck.plan import Plan
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _INTERNAL = 70
 _LONGEST = 1e6  # seconds
+_DOCTOR_STEPS = 5  # the machine, torch, and three backends
+_STEPS = 3  # of a run: its ranks start, they run, their numbers are judged
 
 
 @click.group(
@@ -33,7 +37,21 @@ _LONGEST = 1e6  # seconds
 @click.version_option(__version__, message="spcheck %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Proves that a sequence-parallel model still computes what its reference computes."""
+    """Proves that a sequence-parallel model still computes what its reference computes.
+
+    It runs the two as a pair, on the same ranks, weights and tokens, and compares every layer.
+
+    \b
+    Start with:
+      spcheck doctor                        what this machine can run
+      spcheck diff --tp 2 --tokens 17       compare the pair on one request
+      spcheck diff --help                   all that a case can be made of
+
+    \b
+    Exit codes:
+      0 EQUAL or EQUIVALENT    1 DIVERGED    2 usage, impossible case
+      3 INCONCLUSIVE           4 FAILED      70 internal error, 130 interrupted
+    """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -72,18 +90,38 @@ def _skip_padding_default() -> bool:
     return value == "1"
 
 
+def _files(_: click.Context, __: click.Parameter, beginning: str) -> list[CompletionItem]:
+    """Leaves the completion to the shell."""
+    return [CompletionItem(beginning, type="file")]
+
+
+def _models(_: click.Context, __: click.Parameter, beginning: str) -> list[CompletionItem]:
+    from spcheck.plan import preset_names
+
+    presets = [CompletionItem(name) for name in preset_names() if name.startswith(beginning)]
+    return [*presets, CompletionItem(beginning, type="dir")]
+
+
+_json_option = click.option(
+    "--json", "json_target", metavar="FILE", shell_complete=_files,
+    help="Also writes the result as JSON: a file, or - for stdout.",
+)  # fmt: skip
+
+
 @cli.command()
 @click.option("--tp", type=int, default=2, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--tokens", type=int, help="One request of this many new tokens.")
 @click.option("--requests", callback=_numbers, metavar="N,N,...", help="New tokens of each request, such as 5,1,11.")
-@click.option("--model", default="dsv32-tiny", show_default=True, help="A preset, or a checkpoint folder.")
+@click.option(
+    "--model", default="dsv32-tiny", show_default=True, shell_complete=_models, help="A preset, or a checkpoint folder."
+)
 @click.option(
     "--set",
     "overrides",
     callback=_settings,
     metavar="KEY=VALUE",
     multiple=True,
-    help="Overrides a config key; repeatable.",
+    help="Overrides a key of the model's config.json; repeatable.",
 )
 @click.option("--numerics", type=click.Choice(NUMERICS), default="exact", show_default=True,
               help="exact: float64 on a grid, where every sum is exact; else a plain type.")  # fmt: skip
@@ -104,25 +142,36 @@ def _skip_padding_default() -> bool:
 @click.option("--seed", type=int, default=0, show_default=True, help="Weights of a preset, tokens, padding.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="What joins the ranks.")
 @click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds until a run counts as hung.")
-@click.option("--json", "json_target", help="Also writes the result as JSON: a file, or - for stdout.")
-def diff(tokens: int | None, requests: tuple[int, ...] | None, json_target: str | None, **options: Any) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Shows every probe, not only one line per layer.")
+@click.option("-q", "--quiet", is_flag=True, help="Shows one line: the verdict, and where it diverges first.")
+@_json_option
+def diff(
+    tokens: int | None,
+    requests: tuple[int, ...] | None,
+    json_target: str | None,
+    verbose: bool,
+    quiet: bool,
+    **options: Any,
+) -> None:
     """Runs the pair on one case and compares every layer. --tokens or --requests is needed.
 
     \b
     Examples:
       spcheck diff --tp 2 --tokens 17
       spcheck diff --tp 4 --requests 5,1,11 --mtp-steps 3 --aux-layers 0,2,5
-      spcheck diff --tp 2 --tokens 17 --set index_topk=4 --set n_group=1 --set topk_group=1
+      spcheck diff --tp 2 --tokens 17 --set index_topk=4 --set topk_group=1
 
     \b
     Exit codes:
-      0 EQUAL or EQUIVALENT    1 DIVERGED        2 usage, impossible case
-      3 INCONCLUSIVE           4 FAILED          70 internal error, 130 interrupted
+      0 EQUAL or EQUIVALENT    1 DIVERGED    2 usage, impossible case
+      3 INCONCLUSIVE           4 FAILED      70 internal error, 130 interrupted
     """
+    if verbose and quiet:
+        raise UsageError("give --verbose or --quiet, not both")
     case = _case(tokens, requests, options)
     target = None if json_target is None else JsonTarget(json_target)
     comparison = _compare(case)
-    _show(comparison, target)
+    _show(comparison, target, verbose=verbose, quiet=quiet)
     sys.exit(comparison.verdict.exit_code)
 
 
@@ -145,23 +194,55 @@ def _compare(case: Case) -> Comparison:
     from spcheck.plan import make_plan
 
     plan: Plan = make_plan(case)
-    with progress() as say:
+    with progress(_STEPS, quiet=click.get_current_context().params["quiet"]) as say:
         log = run_case(case, say)
-    from spcheck.verdict import conclude
+        say("judging")
+        from spcheck.verdict import conclude
 
-    comparison = conclude(plan, log.reports, log.environment, log.failure)
+        comparison = conclude(plan, log.reports, log.environment, log.failure)
     return _compare(replace(case, grid="B")) if comparison.wants_coarser_grid else comparison
 
 
-def _show(comparison: Comparison, target: JsonTarget | None) -> None:
+def _show(comparison: Comparison, target: JsonTarget | None, *, verbose: bool, quiet: bool) -> None:
     from spcheck.report.json import to_json
-    from spcheck.report.text import to_text
+    from spcheck.report.text import to_line, to_text
 
     to_stderr = target is not None and target.is_stdout
     color = wants_color(sys.stderr if to_stderr else sys.stdout)
-    echo(to_text(comparison, color=color, width=width()), err=to_stderr)
+    text = to_line(comparison) if quiet else to_text(comparison, color=color, width=width(), verbose=verbose)
+    echo(text, err=to_stderr)
     if target is not None:
         target.write(to_json(comparison))
+
+
+@cli.command()
+@_json_option
+def doctor(json_target: str | None) -> None:
+    """Says what this machine can run, and tries it.
+
+    It looks at torch, GPUs, nccl, gloo, cores, memory and the like, and runs one small case on each backend that
+    should work here.
+
+    \b
+    Examples:
+      spcheck doctor
+      spcheck doctor --json doctor.json
+
+    \b
+    Exit codes:
+      0 every backend that should work here does
+      4 one of them did not, or there is none
+    """
+    from spcheck.doctor.trial import examine
+    from spcheck.report.doctor import doctor_json, doctor_text
+
+    target = None if json_target is None else JsonTarget(json_target)
+    with progress(_DOCTOR_STEPS) as say:
+        diagnosis = examine(say)
+    echo(doctor_text(diagnosis), err=target is not None and target.is_stdout)
+    if target is not None:
+        target.write(doctor_json(diagnosis))
+    sys.exit(diagnosis.exit_code)
 
 
 def main() -> None:
@@ -172,7 +253,7 @@ def main() -> None:
 def _run() -> int:
     try:
         _check_packages()
-        result = cli.main(standalone_mode=False)
+        result = cli.main(prog_name="spcheck", standalone_mode=False)
     except click.ClickException as error:
         return _say(_one_sentence(error.format_message()), error.exit_code)
     except SpcheckError as error:
@@ -184,8 +265,8 @@ def _run() -> int:
     return result if isinstance(result, int) else 0
 
 
-def _say(sentence: str, code: int) -> int:
-    echo(f"spcheck: {sentence}\n", err=True)
+def _say(message: str, code: int) -> int:
+    echo(f"spcheck: {sentence(message)}\n", err=True)
     return code
 
 

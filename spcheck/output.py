@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import shutil
 import stat
@@ -9,29 +11,32 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from spcheck.errors import UsageError
-from spcheck.launch.parent import Progress
 
-_LONGEST_NAME = 240  # bytes, with room for what a file beside it adds
+if TYPE_CHECKING:
+    from spcheck.launch.parent import Progress
 
 
 class JsonTarget:
     """Where ``--json`` writes: ``-`` is stdout. Checked before the run, so that no result is lost after it.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: it cannot be written; the message says why.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_stdout = name == "-"
-        self._path = Path(name)
-        if not self.is_stdout and not self._writable():
-            raise UsageError(f"--json {name} cannot be written")
+        self._path = Path(os.path.realpath(name))  # a link stays one, and what it leads to is written
+        if self.is_stdout:
+            return
+        with self._told():
+            self._into_place = self._is_file_or_new()
+            self._check()
 
     def write(self, text: str) -> None:
         """Writes the whole text, or nothing: a reader never sees half a file.
@@ -42,35 +47,59 @@ class JsonTarget:
         if self.is_stdout:
             echo(text)
             return
-        try:
-            if self._is_file():
+        with self._told():
+            if self._into_place:
                 self._replace(text)
             else:
-                self._path.write_text(text, encoding="utf-8")
+                Path(self.name).write_text(text, encoding="utf-8")  # /dev/stdout leads to what has no path
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise UsageError(f"--json {self.name} cannot be written: {error.strerror}") from error
 
-    def _writable(self) -> bool:
-        folder = os.path.dirname(os.path.realpath(self._path))
-        into = os.path.isdir(folder) and os.access(folder, os.W_OK)
-        if not os.path.exists(self._path):
-            return into and len(os.fsencode(self._path.name)) < _LONGEST_NAME
-        return not os.path.isdir(self._path) and os.access(self._path, os.W_OK) and (into or not self._is_file())
+    def _is_file_or_new(self) -> bool:
+        """A device or a pipe is written into: to rename a file over it would destroy it."""
+        try:
+            mode = os.stat(self.name).st_mode
+        except FileNotFoundError:
+            if self.name.endswith("/") or not self.name:
+                raise OSError(errno.EISDIR, "it names no file") from None
+            return True
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, "it is a folder")
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)):
+            raise OSError(errno.EINVAL, "it is neither a file nor a pipe")
+        return stat.S_ISREG(mode)
 
-    def _is_file(self) -> bool:
-        """A device or pipe is written into; to rename a file over it would destroy it."""
-        return not self._path.exists() or stat.S_ISREG(self._path.stat().st_mode)
+    def _check(self) -> None:
+        """Tries what :meth:`write` will do, as far as that leaves no trace."""
+        if os.path.exists(self.name) and not os.access(self.name, os.W_OK):
+            raise OSError(errno.EACCES, "it may not be written")
+        if self._into_place:
+            if not os.path.isdir(self._path.parent):
+                raise OSError(errno.ENOENT, "there is no such folder")
+            with self._beside():
+                pass
 
     def _replace(self, text: str) -> None:
-        path = self._path.resolve()  # a link stays one
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with self._beside() as beside:
             beside.write_text(text, encoding="utf-8")
-            if path.exists():
-                shutil.copymode(path, beside)
-            beside.replace(path)
+            if self._path.exists():
+                shutil.copymode(self._path, beside)
+            beside.replace(self._path)
+
+    @contextmanager
+    def _beside(self) -> Iterator[Path]:
+        """A new file in the target's folder, gone at the end unless it was renamed."""
+        path = self._path.with_name(f".spcheck-{os.getpid()}-{os.urandom(4).hex()}.tmp")
+        path.touch(exist_ok=False)
+        try:
+            yield path
         finally:
-            beside.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -104,13 +133,14 @@ def width() -> int:
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
-    """One line on stderr that is rewritten, on a terminal only."""
-    shown = _is_terminal(sys.stderr)
+def progress(steps: int, *, quiet: bool = False) -> Iterator[Progress]:
+    """One line on stderr that is rewritten at each of so many steps, on a terminal only."""
+    shown = _is_terminal(sys.stderr) and not quiet
+    count = itertools.count(1)
 
     def say(text: str) -> None:
         if shown:
-            echo(f"\r\033[K{text} ...", err=True)
+            echo(f"\r\033[K[{next(count)}/{steps}] {text} ...", err=True)
 
     try:
         yield say

@@ -108,7 +108,12 @@ def load_model(case: Case) -> ModelConfig:
         UsageError: no such preset or folder, or a config that cannot be run.
     """
     try:
-        return parse_config(_raw_config(case.model), dict(case.overrides))
+        raw = _raw_config(case.model)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    _check_overrides(case)
+    try:
+        return parse_config(raw, dict(case.overrides))
     except ConfigError as error:
         raise UsageError(f"{case.model}: {error}") from error
 
@@ -117,9 +122,15 @@ def _raw_config(model: str) -> object:
     if model in preset_names():
         return json.loads(resources.files("spcheck").joinpath("presets", f"{model}.json").read_text(encoding="utf-8"))
     folder = Path(model)
-    if not os.path.isdir(folder):  # unlike Path.is_dir it says no where it may not look
+    if not model or not os.path.isdir(folder):  # unlike Path.is_dir it says no where it may not look
         raise UsageError(f"--model {model} is neither a preset ({', '.join(preset_names())}) nor a folder")
     return read_config(folder)
+
+
+def _check_overrides(case: Case) -> None:
+    names = [name for name, _ in case.overrides]
+    if twins := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--set {twins[0]} is given {names.count(twins[0])} times")
 
 
 def resolve_scheme(case: Case, config: ModelConfig) -> tuple[str, str]:

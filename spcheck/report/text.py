@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from io import StringIO
 
 from rich.console import Console, JustifyMethod
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from spcheck.contracts.check import Checked
@@ -15,20 +15,24 @@ from spcheck.judge import bound_of
 from spcheck.merge import ProbeResult, total_choices
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
+from spcheck.printable import printable
+from spcheck.report.probes import probe_lines
 from spcheck.verdict import Comparison, place
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
 _MAX_FINDINGS = 12
 
 
-def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> str:
-    """The report. Meaning never hangs on colour: every line says its state in a word."""
+def to_text(comparison: Comparison, *, color: bool = False, width: int = 80, verbose: bool = False) -> str:
+    """The report. Meaning never hangs on colour: every line says its state in a word. ``verbose`` adds every probe."""
     console = Console(
         file=StringIO(), width=width, force_terminal=color, no_color=not color, highlight=False, soft_wrap=True
     )
     with console.capture() as capture:
         for line in _head(comparison):
             console.print(line)
+        for line in probe_lines(comparison, width) if verbose else ():
+            console.print(escape(line))
         if comparison.results:
             console.print(_table(comparison, width))
         parts = (_contracts, _exactness, _choices, _findings, _verdict)
@@ -37,11 +41,31 @@ def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> 
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
+def escape(text: str) -> str:
+    """Text from a name, a path or an error for rich: neither markup nor anything a terminal would obey."""
+    return escape_markup(printable(text))
+
+
 def verdict_line(comparison: Comparison) -> str:
     """``EQUIVALENT, scheme full-sp: ...`` in one line, without markup."""
     v = comparison.verdict
     exercised = "" if v.scheme == "full-sp" else ": SP not exercised"
     return f"{v.outcome}, scheme {v.scheme}{exercised}"
+
+
+def to_line(comparison: Comparison) -> str:
+    """The verdict in one line, with what decides it: where it diverges first, or the first thing that is wrong."""
+    v = comparison.verdict
+    line = f"{verdict_line(comparison)}  {_counts(comparison)}"
+    if v.first_divergence is not None:
+        line += f", first at {v.first_divergence['probe']}, {_where(v.first_divergence)}"
+    elif v.findings:
+        line += f": {v.findings[0].message}"
+    return printable(line) + "\n"
+
+
+def _counts(c: Comparison) -> str:
+    return f"{c.compared} probes compared, {c.bitwise_equal} bitwise equal"
 
 
 def _head(c: Comparison) -> Iterable[str]:
@@ -69,10 +93,20 @@ def _table(c: Comparison, width: int) -> Table:
     for title, justify, least in columns:
         table.add_column(title, justify=justify, min_width=least, no_wrap=True)
     taken = sum(least + 1 for *_, least in columns)
-    table.add_column("at", no_wrap=True, overflow="ellipsis", max_width=width - taken - 1)
+    table.add_column("at", no_wrap=True)
     for name, results in _groups(c):
-        table.add_row(name, *_cells(results))
+        *cells, at = _cells(results)
+        table.add_row(name, *cells, escape(_fitted(at, width - taken - 1)))
     return table
+
+
+def _fitted(at: str, room: int) -> str:
+    """The place and the end of the probe's name: beginnings are alike, ends are not."""
+    row, _, probe = at.rpartition(" ")
+    while len(at) > room and "." in probe:
+        probe = probe.partition(".")[2]
+        at = f"{row} …{probe}"
+    return at
 
 
 def _groups(c: Comparison) -> list[tuple[str, list[ProbeResult]]]:
@@ -108,13 +142,15 @@ def _cells(results: list[ProbeResult]) -> list[str]:
         return [*counts, *_error(first, "[red]DIFFERS[/]")]
     if not seen:
         return [*counts, "", "nothing compared", ""]
+    if straddled := next((r for r in seen if r.straddle), None):
+        return [*counts, *_error(straddled, "[yellow]straddle[/]")]
     worst = max(seen, key=lambda r: r.max_rel)
     return [*counts, *_error(worst, "ok")] if worst.max_rel else [*counts, "0", "ok", ""]
 
 
 def _error(result: ProbeResult, state: str) -> list[str]:
     size = "choice" if result.kind in ("set", "token") else f"{result.max_rel:.1e}"
-    return [size, state, escape(f"{_brief(result)} {_short(result.probe)}")]
+    return [size, state, f"{_brief(result)} {_short(result.probe)}".strip()]
 
 
 def _short(probe: str) -> str:
@@ -183,8 +219,7 @@ def _verdict(c: Comparison) -> Iterable[str]:
     elif any(r.max_rel for r in c.results):
         yield from (escape(line) for line in _largest(c))
     yield f"repeat       {escape(c.plan.case.id)}"
-    counts = f"{c.compared} probes compared, {c.bitwise_equal} bitwise equal"
-    yield f"[bold {_STYLES[v.outcome]}]{escape(verdict_line(c))}[/]  {counts}"
+    yield f"[bold {_STYLES[v.outcome]}]{escape(verdict_line(c))}[/]  {_counts(c)}"
 
 
 def _largest(c: Comparison) -> Iterable[str]:
