@@ -35,16 +35,14 @@ def run_rank(world: World, plan: Plan, device: str, report: dict[str, Any]) -> N
     A failure leaves what was seen up to it in the report, says where, and is raised again.
     """
     report["rank"] = world.rank
-    sides: list[Side] = []
     try:
         with torch.inference_mode():
-            _run(world, plan, device, report, sides)
+            _run(world, plan, device, report)
     except Exception as error:
         report["error"] = {
             "type": type(error).__name__,
             "message": str(error),
             "traceback": traceback.format_exc(),
-            **(sides[-1].where() if sides else {}),
         }
         raise
 
@@ -56,20 +54,18 @@ def token_ids(plan: Plan) -> list[Tensor]:
     return [torch.from_numpy(s.integers(0, vocab, n)) for s, n in zip(streams, plan.case.requests, strict=True)]
 
 
-def _run(world: World, plan: Plan, device: str, report: dict[str, Any], sides: list[Side]) -> None:
+def _run(world: World, plan: Plan, device: str, report: dict[str, Any]) -> None:
     weights = open_weights(plan)
     tokens = [ids.to(device) for ids in token_ids(plan)]
     report |= {"probes": [], "expert_rows": []}
 
     reference = Side(REFERENCE, plan, "reference", weights, world, tokens)
-    sides.append(reference)
     report["reference"] = reference.log
     expected = [(phase, reference.run(phase)) for phase in plan.phases]
     expected += reference.caches()
     reference.log["silent"] = reference.silent()
 
     candidate = Side(CANDIDATE, plan, plan.scheme, weights, world, tokens)
-    sides.append(candidate)
     report["candidate"] = candidate.log
     compare = Comparer(plan, world, reference.taps, candidate.taps, report)
     for phase, wanted in expected[: len(plan.phases)]:

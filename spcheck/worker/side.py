@@ -36,6 +36,8 @@ class Side:
     ) -> None:
         """``tokens[i]`` are the new token ids of request ``i``, on the device the subject runs on."""
         self.name = name
+        self._trace = world.trace
+        self._trace.begin(name, "build")
         self.log: dict[str, Any] = {"rows": [], "collectives": {}, "work": [], "silent": []}
         self._plan = plan
         self._world = world
@@ -62,13 +64,14 @@ class Side:
     def _start(self, root: nn.Module, padding_inputs: list[tuple[str, str, int]]) -> None:
         case = self._plan.case
         self._engine = cast(Engine, root)
-        self._capture = Capture(root, self.taps)
+        self._capture = Capture(root, self.taps, self._trace)
         self._padding = PaddingWriter(root, padding_inputs, case.padding_content, case.seed)
         self.log["scheme"] = self._engine.scheme
         self._engine.start([n + max(case.mtp_steps - 1, 0) for n in case.requests])
 
     def run(self, phase: Phase) -> Aligned:
         """One forward of all requests, then the exchange that completes its values."""
+        self._trace.begin(self.name, f"{phase.kind} step {phase.call}")
         self._padding.expect(phase.real, phase.padded)
         everyone = list(range(len(phase.counts)))
         try:
@@ -81,6 +84,7 @@ class Side:
 
     def caches(self) -> list[tuple[Phase, Aligned]]:
         """All caches, completed like the values of a forward: the rows of a cache are the positions it holds."""
+        self._trace.begin(self.name, "caches")
         self.log["cached"] = {}
         by_phase: dict[Phase, list[Piece]] = {}
         caches = self._engine.state()
@@ -95,16 +99,6 @@ class Side:
                 by_phase.setdefault(phase, []).append(Piece(name, torch.cat(held)))
         return [(phase, align(pieces, _CACHE_TAPS, phase, self._world)) for phase, pieces in by_phase.items()]
 
-    def where(self) -> dict[str, Any]:
-        """What this rank was doing, for a report on a rank that stopped."""
-        last = self._records[-1] if self._records else None
-        return {
-            "subject": self.name,
-            "module": self._module(),
-            "last_probe": self._capture.last_probe if self._capture else None,
-            "last_collective": f"{last.kind} {list(last.shape)} on {last.group}" if last else None,
-        }
-
     def silent(self) -> list[str]:
         """Declared probes that never fired."""
         return sorted(set(self.taps) - self._hooks.fired)
@@ -115,7 +109,7 @@ class Side:
         for name in ("tp", "ep"):
             inner = self._world.group(name, ranks)
             assert inner is not None, "at dp = 1 every rank is in both groups"
-            groups[name] = Recorded(inner, self._records, self._module)
+            groups[name] = Recorded(inner, self._records, self._module, self._trace)
         return groups
 
     @property

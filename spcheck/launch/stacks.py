@@ -1,0 +1,79 @@
+"""Where a rank stands that does not answer: its Python stack, taken from outside."""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from spcheck.launch.files import nameless_file
+
+# A signal that hardly any library uses; where there are no realtime signals, one that programs may have.
+_ASK = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2))
+_PATIENCE = 0.5  # seconds; a dump takes microseconds, a starved machine longer
+_TICK = 0.01
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+class StackFile:
+    """What one forked rank's stack is written to. Made before the fork; the rank answers, the host asks.
+
+    The answer is written by C code in a signal handler: it comes from a sleep and from a call into C as well, though
+    not from a stopped process.
+    """
+
+    def __init__(self) -> None:
+        self._file = nameless_file()
+
+    def answer_here(self) -> None:
+        """Called in the rank."""
+        faulthandler.register(_ASK, file=self._file, all_threads=True)
+
+    def ask(self, process: int) -> None:
+        """Called in the host for a rank that is alive; :meth:`read` has the answer a moment later."""
+        os.kill(process, _ASK)
+
+    def read(self) -> str:
+        """The main thread's stack, innermost call last; empty where none comes."""
+        end = time.monotonic() + _PATIENCE
+        seen = -1
+        while time.monotonic() < end:
+            size = os.fstat(self._file.fileno()).st_size
+            if size and size == seen:
+                break
+            seen = size
+            time.sleep(_TICK)
+        return readable(os.pread(self._file.fileno(), 1 << 20, 0).decode(errors="replace"))
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._file.close()
+
+
+def readable(dump: str) -> str:
+    """A faulthandler dump in the order and with the source lines of a traceback; the oldest thread's alone."""
+    sections = [part for part in dump.split("\n\n") if part.strip()]
+    if not sections:
+        return ""
+    frames = [match for line in sections[-1].splitlines() if (match := _FRAME.fullmatch(line))]
+    lines = ["Stack (most recent call last):"]
+    for frame in reversed(frames):
+        lines.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["name"]}')
+        if source := linecache.getline(frame["file"], int(frame["line"])).strip():
+            lines.append(f"    {source}")
+    return "\n".join(lines)
+
+
+def thread_stack(name: str) -> str:
+    """The stack of this process's thread of that name, innermost call last; empty where there is none."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name == name and thread.ident in frames:
+            return "Stack (most recent call last):\n" + "".join(traceback.format_stack(frames[thread.ident])).rstrip()
+    return ""
