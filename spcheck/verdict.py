@@ -10,6 +10,7 @@ from typing import Any
 from spcheck.contracts.check import Breach, Checked, check_collectives, check_rows, check_work
 from spcheck.contracts.rows import phases_of_probe
 from spcheck.diagnose import hints
+from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.judge import BOUNDS, Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
@@ -26,6 +27,7 @@ class Comparison:
     work: Checked
     verdict: Verdict
     environment: dict[str, Any]
+    failure: Failure | None = None
 
     @property
     def compared(self) -> int:
@@ -46,7 +48,10 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     first = _first_over(results)
+    broken = explain(reports) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
+    if broken and broken.divergence:
+        findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
     findings += _value_findings(plan, results, first)
     findings += _pairing_findings(plan, results, reports) if failure is None else []
     findings += [_breach_finding(b) for c in (rows, collectives, work) for b in c.breaches]
@@ -58,7 +63,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings=tuple(findings),
         first_divergence=_first_divergence(results, first, findings),
     )
-    return Comparison(plan, results, rows, collectives, work, verdict, environment)
+    return Comparison(plan, results, rows, collectives, work, verdict, environment, broken)
 
 
 def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:

@@ -23,7 +23,7 @@ LAYERS = [
     {"spcheck", "spcheck.errors"},
     {"spcheck.phases", "spcheck.case", "spcheck.judge", "spcheck.subject", "spcheck.comm"},
     {"spcheck.plan", "spcheck.merge"},
-    {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker"},
+    {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker", "spcheck.failure"},
     {"spcheck.verdict", "spcheck.launch"},
     {"spcheck.report"},
     {"spcheck.output"},

@@ -65,6 +65,7 @@ class _Collector:
         self._errors: dict[int, Report] = {}  # of ranks that were ended by the host
         self._deadline = deadline
         self._limit = limit
+        self._failed = False
         self._selector = DefaultSelector()
         for child in children:
             self._selector.register(child.pipe, EVENT_READ, child)
@@ -106,10 +107,11 @@ class _Collector:
         del self._open[child.rank]
         _, status = os.waitpid(child.process, 0)
         self._reports[child.rank] = report = self._report_of(child, os.waitstatus_to_exitcode(status))
-        if "error" in report and not self._errors:
+        if "error" in report and not self._failed and not self._errors:
+            self._failed = True
             grace = time.monotonic() + _GRACE
-            if self._deadline is None or grace < self._deadline:
-                self._deadline, self._limit = grace, f"still there {_GRACE:g} s after the first failure"
+            self._deadline = grace if self._deadline is None else min(grace, self._deadline)
+            self._limit = "ended by the host after another rank's failure"
 
     def _report_of(self, child: Child, code: int) -> Report:
         """A rank's report, or what its end says where it left none."""
@@ -119,11 +121,13 @@ class _Collector:
         if error is None:
             how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code} and no report"
             error = {"type": "RankDied", "message": how}
-        return {"rank": child.rank, "error": error, "failed_at": time.monotonic()}
+        # A rank that dies by itself is a cause; one that had to be ended after a failure is not.
+        follows = self._failed and child.rank in self._errors
+        return {"rank": child.rank, "error": error, "failed_at": time.monotonic(), "lost_peer": follows}
 
     def _end_the_rest(self) -> None:
         """First look at all of them, then ask for stacks, then kill: each step disturbs what the one before saw."""
-        rest = [child for child in self._open.values()]
+        rest = list(self._open.values())
         traces = [child.trace.read() for child in rest]
         stopped = [_is_stopped(child) for child in rest]
         for child, still in zip(rest, stopped, strict=True):

@@ -14,6 +14,7 @@ from spcheck.judge import BOUNDS
 from spcheck.merge import ProbeResult
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
+from spcheck.report.failure import failure_lines
 from spcheck.verdict import Comparison, place
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
@@ -30,7 +31,8 @@ def to_text(comparison: Comparison, *, color: bool = False, width: int = 80) -> 
             console.print(line)
         if comparison.results:
             console.print(_table(comparison, width))
-        for line in [*_contracts(comparison), *_findings(comparison), *_verdict(comparison)]:
+        broken = map(escape, failure_lines(comparison.failure))
+        for line in [*_contracts(comparison), *_findings(comparison), *broken, *_verdict(comparison)]:
             console.print(line)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
