@@ -25,11 +25,13 @@ _OVERDUE = {"RankHung": "hangs", "RankStopped": "is stopped by a signal", "RankW
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank at the end of a failed run; ``where`` and the rest are empty where it had not come that far."""
+    """One rank at the end of a failed run; what is empty it had not come to."""
 
     rank: int
     state: str
-    where: str
+    subject: str
+    step: str
+    module: str
     last_probe: str
     last_collective: str
 
@@ -115,7 +117,9 @@ def _state(report: Report) -> RankState:
     return RankState(
         rank=report["rank"],
         state=_state_text(report),
-        where=_where(trace),
+        subject=trace["subject"],
+        step=trace["step"],
+        module=trace["module"],
         last_probe=trace["last_probe"] or "",
         last_collective=call_text(last) if last else "",
     )
@@ -129,7 +133,7 @@ def _state_text(report: Report) -> str:
     if kind == "RankDied":
         return str(error["message"])
     if kind == "RankWaits":
-        return f"waits in {_waits_in(report)}"
+        return f"waits in {collective_text(report['trace']['collectives'][-1])}"
     if kind == "RankHung" and not report.get("trace", _NO_TRACE)["began"]:
         return "has not begun"
     if kind == "RankHung" and report.get("lost_peer"):

@@ -26,13 +26,21 @@ LAYERS = [
     {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker", "spcheck.failure"},
     {"spcheck.verdict", "spcheck.launch"},
     {"spcheck.report"},
-    {"spcheck.output"},
+    {"spcheck.output", "spcheck.internal"},
     {"spcheck.cli"},
     {"spcheck.__main__"},
 ]
 
 # Parts of the tool that must run without torch: the parent and everything it imports.
-TORCH_FREE = {"spcheck.cli", "spcheck.verdict", "spcheck.report.text", "spcheck.report.json", "spcheck.launch.parent"}
+TORCH_FREE = {
+    "spcheck.__main__",
+    "spcheck.cli",
+    "spcheck.comm.trace",
+    "spcheck.verdict",
+    "spcheck.report.text",
+    "spcheck.report.json",
+    "spcheck.launch.parent",
+}
 
 
 def modules():

@@ -23,7 +23,8 @@ _Work = Callable[[list[Tensor]], Sequence[Tensor]]
 def run_loopback(size: int, main: Callable[[World], T], traces: Sequence[Trace] | None = None) -> list[T]:
     """Run `main(world)` as each of `size` ranks and return what they return, in rank order.
 
-    `traces`, one per rank, are read by a caller that wants to know what the ranks did last. Grad mode is per thread, so `main` sets it itself; context variables are inherited from the caller, to a copy.
+    `traces`, one per rank, are for a caller that wants to know what the ranks did last. Grad mode is per thread, so
+    `main` sets it itself; context variables are inherited from the caller, to a copy.
     Raises WorldFailed, its cause the exception of the rank that failed first, after all threads have ended.
     """
     return _Run(size, main, traces or [Trace() for _ in range(size)]).results()

@@ -31,7 +31,7 @@ class CollectiveRecord:
 
 
 class Recorded:
-    """`communicator`, with every call written to `log` and `trace` before it is made, so that a hung one is there too."""
+    """`communicator`, with every call written to `log` and `trace` before it is made, so that a hung one is in both."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class Recorded:
     def barrier(self) -> None:
         """See Communicator."""
         self._append("barrier", (), "", 0)
-        self._left(self._communicator.barrier())
+        self._communicator.barrier()
+        self._trace.leave()
 
     def _record(self, kind: str, x: Tensor) -> None:
         self._append(kind, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.numel() * x.element_size())

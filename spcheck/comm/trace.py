@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -126,13 +126,13 @@ def _entry(text: str) -> Entry | None:
     return Entry(int(number), subject, step, kind, group, shape, dtype, module)
 
 
-def collective_text(entry: dict[str, Any]) -> str:
+def collective_text(entry: Mapping[str, Any]) -> str:
     """``all_gather [9, 768] float64 on tp``; an exchange of the tool says so."""
     if entry["group"] == OWN_GROUP:
         return f"{entry['kind']} (spcheck's own)"
     return f"{entry['kind']} {list(entry['shape'])} {entry['dtype']} on {entry['group']}".replace("  ", " ")
 
 
-def last_collective(trace: dict[str, Any]) -> dict[str, Any] | None:
+def last_collective(trace: Mapping[str, Any]) -> dict[str, Any] | None:
     """The last collective of a subject; the tool's own exchanges are no help to its author."""
     return next((c for c in reversed(trace["collectives"]) if c["group"] != OWN_GROUP), None)

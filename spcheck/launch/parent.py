@@ -42,10 +42,11 @@ def run_case(case: Case, progress: Progress) -> RunLog:
     """Runs one checked case in processes of its own; ``progress`` gets a short text at each step.
 
     Raises:
-        UsageError: the machine cannot run it (GPUs, tensors of a checkpoint folder).
+        UsageError: the machine cannot run it (GPUs, tensors of a checkpoint folder, no current or temporary folder).
         HostFailed: the host ended without an answer.
     """
     deadline = time.monotonic() + case.timeout
+    _check_folder()
     with meeting_place() as (store, inherited), _host(inherited) as (host, errors):
         progress("starting ranks")
         request = {"case": case.to_json(), "store": str(store), "deadline": deadline - _lead(case.timeout)}
@@ -54,6 +55,14 @@ def run_case(case: Case, progress: Progress) -> RunLog:
             host.stdin.write(json.dumps(request).encode() + b"\n")
             host.stdin.close()
         return _listen(host, errors, case, deadline, progress)
+
+
+def _check_folder() -> None:
+    """Libraries that the host loads look for the current folder, and end the process where there is none."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the current folder cannot be used: {error.strerror}") from error
 
 
 def _lead(timeout: float) -> float:

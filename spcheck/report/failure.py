@@ -1,4 +1,4 @@
-"""A failed run as lines of plain text: where the ranks parted, what each of them did last, and the first one's stack."""
+"""A failed run as lines of plain text: where the ranks parted, what each did last, and the stack of the first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from spcheck.contracts.divergence import Divergence
 from spcheck.failure import Failure, RankState, call_text
 
 _STACK_LINES = 15
+_MODULE_CALL = "torch/nn/modules/module.py"  # three frames between any two modules that say nothing
 
 
 def failure_lines(failure: Failure | None) -> Iterable[str]:
@@ -36,19 +37,31 @@ def _divergence(divergence: Divergence) -> Iterable[str]:
 
 def _rank(state: RankState) -> Iterable[str]:
     yield f"{f'rank {state.rank}':<9}{state.state}"
+    step = f"{state.subject}, {state.step}" if state.subject else state.step
     for name, value in (
-        ("in", state.where),
-        ("probe", state.last_probe),
+        ("step", step),
+        ("module", state.module),
+        ("last probe", state.last_probe),
         ("collective", state.last_collective),
     ):
         if value:
-            yield f"  {'last ' * (name != 'in') + name:<17}{value}"
+            yield f"  {name:<11}{value}"
 
 
 def _stack(failure: Failure) -> Iterable[str]:
-    lines = failure.stack.rstrip().splitlines()
-    left_out = len(lines) - _STACK_LINES
-    yield f"rank {failure.first}, {lines[0]}"
-    if left_out > 1:
-        yield f"  ... {left_out - 1} lines more in --json"
-    yield from lines[max(left_out, 1) :]
+    title, *lines = failure.stack.rstrip().splitlines()
+    shown = [line for frame in _frames(lines) if _MODULE_CALL not in frame[0] for line in frame]
+    yield f"rank {failure.first}, {title}"
+    if len(shown) > _STACK_LINES:
+        yield "  ... the whole is in --json"
+    yield from shown[-_STACK_LINES:]
+
+
+def _frames(lines: Iterable[str]) -> list[list[str]]:
+    """The lines of each frame together, and those of the error behind the last one by themselves."""
+    frames: list[list[str]] = []
+    for line in lines:
+        if line.startswith("  File ") or not line.startswith("  ") or not frames:
+            frames.append([])
+        frames[-1].append(line)
+    return frames
