@@ -68,12 +68,12 @@ def failure_sentence(reports: Sequence[Report]) -> str | None:
 
 
 def divergence_sentence(divergence: Divergence) -> str:
-    """``the ranks part at collective 12: rank 0 calls ..., rank 1 calls ...``; equal calls are told once."""
+    """``the ranks part at collective 12 of the run: rank 0 calls ..., rank 1 calls ...``; equal calls are told once."""
     ranks: dict[str, list[int]] = {}
     for rank, call in divergence.calls.items():
         ranks.setdefault(call_text(call), []).append(rank)
     parts = [f"{_ranks(group, 'calls')} {text}" for text, group in ranks.items()]
-    return f"the ranks part at their collective {divergence.number + 1}: {'; '.join(parts)}"
+    return f"the ranks part at collective {divergence.number + 1} of the run: {'; '.join(parts)}"
 
 
 def call_text(call: Mapping[str, Any] | None) -> str:
@@ -162,8 +162,12 @@ def _where(trace: Mapping[str, Any]) -> str:
 
 
 def _after(report: Report) -> str:
-    last = last_collective(report.get("trace", _NO_TRACE))
-    return f", after {collective_text(last)}" if last else ""
+    trace = report.get("trace", _NO_TRACE)
+    last = last_collective(trace)
+    if last is None:
+        return ""
+    inside = trace["waits"] and last is trace["collectives"][-1]
+    return f", {'in' if inside else 'after'} {collective_text(last)}"
 
 
 def _ranks(ranks: Sequence[int], verb: str) -> str:

@@ -120,7 +120,7 @@ class _Collector:
         error = self._errors.get(child.rank)
         if error is None:
             how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code} and no report"
-            error = {"type": "RankDied", "message": how}
+            error = {"type": "RankDied", "message": how, "traceback": child.stack.read()}
         # A rank that dies by itself is a cause; one that had to be ended after a failure is not.
         follows = self._failed and child.rank in self._errors
         return {"rank": child.rank, "error": error, "failed_at": time.monotonic(), "lost_peer": follows}
@@ -135,8 +135,9 @@ class _Collector:
                 with suppress(ProcessLookupError):
                     child.stack.ask(child.process)
         for child, trace, still in zip(rest, traces, stopped, strict=True):
-            stack = "" if still else child.stack.read()
-            self._errors[child.rank] = overdue(trace, self._limit, stopped=still, stack=stack)
+            if not still:
+                child.stack.wait()
+            self._errors[child.rank] = overdue(trace, self._limit, stopped=still, stack=child.stack.read())
         for child in rest:
             _kill(child)
         self._deadline = time.monotonic() + _LAST_MOMENT

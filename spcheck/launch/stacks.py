@@ -32,15 +32,20 @@ class StackFile:
         self._file = nameless_file()
 
     def answer_here(self) -> None:
-        """Called in the rank."""
+        """Called in the rank. A crash in C code (a segmentation fault, an abort) leaves its stack there too."""
+        faulthandler.enable(self._file, all_threads=True)
         faulthandler.register(_ASK, file=self._file, all_threads=True)
 
     def ask(self, process: int) -> None:
-        """Called in the host for a rank that is alive; :meth:`read` has the answer a moment later."""
+        """Called in the host for a rank that is alive; :meth:`wait` for the answer."""
         os.kill(process, _ASK)
 
     def read(self) -> str:
-        """The main thread's stack, innermost call last; empty where none comes."""
+        """The main thread's stack, innermost call last; empty where there is none."""
+        return readable(os.pread(self._file.fileno(), 1 << 20, 0).decode(errors="replace"))
+
+    def wait(self) -> None:
+        """Until an answer is there, or for a moment."""
         end = time.monotonic() + _PATIENCE
         seen = -1
         while time.monotonic() < end:
@@ -49,7 +54,6 @@ class StackFile:
                 break
             seen = size
             time.sleep(_TICK)
-        return readable(os.pread(self._file.fileno(), 1 << 20, 0).decode(errors="replace"))
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -58,10 +62,10 @@ class StackFile:
 
 def readable(dump: str) -> str:
     """A faulthandler dump in the order and with the source lines of a traceback; the oldest thread's alone."""
-    sections = [part for part in dump.split("\n\n") if part.strip()]
-    if not sections:
+    sections = [[m for line in part.splitlines() if (m := _FRAME.fullmatch(line))] for part in dump.split("\n\n")]
+    frames = next(filter(None, reversed(sections)), [])
+    if not frames:
         return ""
-    frames = [match for line in sections[-1].splitlines() if (match := _FRAME.fullmatch(line))]
     lines = ["Stack (most recent call last):"]
     for frame in reversed(frames):
         lines.append(f'  File "{frame["file"]}", line {frame["line"]}, in {frame["name"]}')

@@ -8,7 +8,8 @@ from spcheck.contracts.divergence import Divergence
 from spcheck.failure import Failure, RankState, call_text
 
 _STACK_LINES = 15
-_MODULE_CALL = "torch/nn/modules/module.py"  # three frames between any two modules that say nothing
+# Frames that say nothing to the author of a subject: three between any two modules, and those below its collective.
+_MACHINERY = ("torch/nn/modules/module.py", "torch/distributed/", "spcheck/comm/")
 
 
 def failure_lines(failure: Failure | None) -> Iterable[str]:
@@ -50,7 +51,7 @@ def _rank(state: RankState) -> Iterable[str]:
 
 def _stack(failure: Failure) -> Iterable[str]:
     title, *lines = failure.stack.rstrip().splitlines()
-    shown = [line for frame in _frames(lines) if _MODULE_CALL not in frame[0] for line in frame]
+    shown = [line for frame in _frames(lines) if not any(part in frame[0] for part in _MACHINERY) for line in frame]
     yield f"rank {failure.first}, {title}"
     if len(shown) > _STACK_LINES:
         yield "  ... the whole is in --json"
