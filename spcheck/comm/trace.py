@@ -82,13 +82,18 @@ class Trace:
         yield
         self.leave()
 
+    def waits_in(self) -> int | None:
+        """The number of the collective that the rank is in; None while it is in none."""
+        entered, left = self._counts()
+        return entered - 1 if entered > left else None
+
     def read(self) -> dict[str, Any]:
         """All of it as plain data.
 
         ``waits`` says whether the rank is in the last of ``collectives``; ``began`` whether it got as far as a step.
         """
         subject, _, step = self._get(_WHERE).partition(_SEPARATOR)
-        entered, left = (_COUNT.unpack_from(self._memory, at)[0] for at in (_ENTERED, _LEFT))
+        entered, left = self._counts()
         return {
             "began": bool(step),
             "subject": subject,
@@ -98,6 +103,11 @@ class Trace:
             "waits": entered > left,
             "collectives": [asdict(entry) for entry in self._entries(entered)],
         }
+
+    def _counts(self) -> tuple[int, int]:
+        """How many collectives were entered, and left: the second is read first, so that it is never the larger one."""
+        left = _COUNT.unpack_from(self._memory, _LEFT)[0]
+        return _COUNT.unpack_from(self._memory, _ENTERED)[0], left
 
     def _entries(self, count: int) -> Iterator[Entry]:
         for number in range(max(count - RING, 0), count):

@@ -81,7 +81,8 @@ def _listen(
         if message["event"] == "refused":
             raise UsageError(message["message"])
         if message["event"] == "broken":
-            raise HostFailed("the host process broke", message["traceback"])
+            last = message["traceback"].strip().splitlines()[-1]
+            raise HostFailed(f"the host process broke: {last}", message["traceback"])
         if message["event"] == "ready":
             log.environment = message["environment"]
             progress(f"running {case.tp} rank{'s' if case.tp > 1 else ''} on {log.environment['backend']}")

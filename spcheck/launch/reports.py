@@ -13,11 +13,13 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, BinaryIO
 
 from spcheck.comm.trace import Trace
+from spcheck.contracts.divergence import find_divergence
 from spcheck.launch.stacks import StackFile
 
 Report = dict[str, Any]
 
 _GRACE = 5.0  # seconds for the other ranks to notice that one has failed
+_TICK = 0.5  # seconds between two looks at ranks of which nothing is heard
 _LAST_MOMENT = 2.0  # seconds for killed ranks to close their pipes; a child of theirs may hold them open
 
 
@@ -66,6 +68,7 @@ class _Collector:
         self._deadline = deadline
         self._limit = limit
         self._failed = False
+        self._waited_in: list[int | None] = []
         self._selector = DefaultSelector()
         for child in children:
             self._selector.register(child.pipe, EVENT_READ, child)
@@ -85,15 +88,34 @@ class _Collector:
             os.waitpid(child.process, 0)
 
     def _read_some(self) -> None:
-        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        left = _TICK if self._deadline is None else min(max(self._deadline - time.monotonic(), 0.0), _TICK)
         ready = self._selector.select(left)
         if not ready:
-            self._out_of_time()
+            self._look()
         for key, _ in ready:
             chunk = os.read(key.fd, 1 << 16)
             key.data.data += chunk
             if not chunk:
                 self._end(key.data)
+
+    def _look(self) -> None:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._out_of_time()
+        elif not self._failed and not self._errors and self._wait_without_end():
+            self._limit = "the ranks wait for different collectives"
+            self._end_the_rest()
+
+    def _wait_without_end(self) -> bool:
+        """Whether all ranks have waited since the last look, and not in one collective: no need for the deadline."""
+        before, self._waited_in = self._waited_in, [child.trace.waits_in() for child in self._open.values()]
+        if None in self._waited_in or self._waited_in != before:
+            return False
+        return find_divergence([self._so_far(child) for child in self._children]) is not None
+
+    def _so_far(self, child: Child) -> Report:
+        """As in a report; an error, of whatever kind, says that the rank may still call more."""
+        error: Report = {"error": {}} if child.rank in self._open else {}
+        return {"rank": child.rank, "trace": child.trace.read(), **error}
 
     def _out_of_time(self) -> None:
         if self._errors:  # they are dead, and something still holds their pipes
