@@ -2,8 +2,11 @@
 
 import pytest
 
+from spcheck.case import Case
 from spcheck.contracts.divergence import find_divergence
 from spcheck.failure import divergence_sentence, explain, failure_sentence
+from spcheck.launch.ranks import _Threads
+from spcheck.plan import make_plan
 
 
 def call(number, kind="all_reduce", shape=(5, 96), module="a", group="tp"):
@@ -123,3 +126,21 @@ def test_equal_ranks_are_told_together():
 def test_what_a_ring_no_longer_holds_is_not_compared():
     old, new = [call(0), call(1), call(2)], [call(2), call(3)]
     assert find_divergence([report(0, *old, error=WAITS), report(1, *new, error=WAITS)]) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 2, "requests": (5,)},
+        {"tp": 3, "requests": (5, 1, 11), "mtp_steps": 3, "aux_layers": (0, 2), "pad_to": 32},
+        {"tp": 4, "requests": (3,), "mtp_steps": 2, "skip_padding": False},
+        {"tp": 4, "requests": (2,), "scheme": "tp", "aux_layers": (1, 5)},
+    ],
+)
+def test_healthy_ranks_never_part(options):
+    """Down to the module of every collective, with idle ranks and experts without rows."""
+    ranks = _Threads(make_plan(Case(**{"backend": "loopback", **options})))
+    ranks.run()
+    traces = [{"rank": rank, "trace": trace.read(), "error": {}} for rank, trace in enumerate(ranks.traces)]
+    assert len(traces[0]["trace"]["collectives"]) > 30
+    assert find_divergence(traces) is None
