@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch.nn.modules import module as torch_module
 
+import spcheck.comm.process as process
 from spcheck.case import Case
 from spcheck.failure import explain, failure_sentence
 from spcheck.launch.files import meeting_place
@@ -72,12 +73,17 @@ OVERDUE = ("stop", "hang")
 
 
 class Planned:
-    """Counts what the modules of this rank do, and does the deed at the planned number. Installed before the fork."""
+    """Counts what the modules of this rank do, and does the deed at the planned number. Installed before the fork.
+
+    Number 0 is the moment before a forked rank joins the world, while the others wait for it there.
+    """
 
     def __init__(self):
         self.rank = self.at = self.deed = None
         self._counts = {}
         self._shared = mmap.mmap(-1, 16)
+        self._open_world = process.open_world
+        process.open_world = self._joining
         torch_module.register_module_forward_pre_hook(lambda *_: self._step())
         torch_module.register_module_forward_hook(lambda *_: self._step())
 
@@ -95,6 +101,12 @@ class Planned:
     def done(self):
         """Whether the deed was come to: a rank has its own number of modules, and a slow machine its own time."""
         return any(self._shared[8:])
+
+    def _joining(self, backend, rank, *rest):
+        if (rank, 0) == (self.rank, self.at):
+            self._shared[8] = 1
+            self.deed()
+        return self._open_world(backend, rank, *rest)
 
     def _step(self):
         rank = self._rank()
@@ -157,7 +169,7 @@ def nothing_left():
     assert after == before, f"left behind: {before} before, {after} after"
 
 
-def check(plan, reports, rank, what):
+def check(plan, reports, rank, what, step):
     failure = explain(reports)
     assert failure is not None, "no rank failed"
     told = {state.rank: state for state in failure.ranks}
@@ -171,8 +183,11 @@ def check(plan, reports, rank, what):
     if what in OVERDUE:
         others = [state.state for state in failure.ranks if state.rank != rank]
         assert all(state.startswith("waits in ") for state in others), told
-    assert told[rank].subject in ("reference.subject", "optimized.subject")
     assert told[rank].step
+    if step:
+        assert told[rank].subject in ("reference.subject", "optimized.subject")
+    elif what != "late_kill":
+        assert told[rank].step == "start"
     comparison = conclude(plan, reports, {"backend": "test"}, sentence)
     assert comparison.verdict.outcome == "FAILED"
     assert f"rank {rank}" in to_text(comparison)
@@ -189,17 +204,17 @@ def healthy(planned, plan, backend):
     return planned.steps, max(1.5, 3 * (time.monotonic() - begun))
 
 
-def trial(planned, plan, backend, what, steps, patience):
+def trial(planned, plan, backend, what, at, patience):
     """One deed; None if it was not come to."""
-    rank, at = random.randrange(plan.case.tp), random.randrange(1, steps + 1)
+    rank = random.randrange(plan.case.tp)
     planned.plan(rank, at, globals()[f"the_deed_of_{what}"])
     with nothing_left():
         begun = time.monotonic()
         reports = run(plan, backend, begun + (patience if what in OVERDUE else 60.0))
         if not planned.done:
             return None
-        sentence = check(plan, reports, rank, what)
-    return f"tp {plan.case.tp}, step {at} of {steps}, {time.monotonic() - begun:.1f} s: {sentence}"
+        sentence = check(plan, reports, rank, what, at)
+    return f"tp {plan.case.tp}, step {at}, {time.monotonic() - begun:.1f} s: {sentence}"
 
 
 def main(what, backend, seed, trials):
@@ -210,7 +225,9 @@ def main(what, backend, seed, trials):
     steps, patience = healthy(planned, plans[0], backend)
     done = 0
     while done < int(trials):
-        line = trial(planned, random.choice(plans), backend, what, steps, patience)
+        last = steps * 3 // 4 if what == "late_kill" else steps  # a late one must not come after the end
+        at = random.randrange(1, last + 1) if done or backend == "loopback" else 0
+        line = trial(planned, random.choice(plans), backend, what, at, patience)
         if line is None:
             patience *= 2
             assert patience < 60, "no run comes to its deed"
