@@ -1,6 +1,6 @@
 """What a rank did last, in memory that another process can read after the rank is gone. No torch.
 
-The host makes one trace per rank before it forks: an anonymous shared mapping, which leaves no file and no name. A rank
+The memory is an anonymous mapping, shared by a fork, or that of a file without a name; nothing of it is left. A rank
 writes where it is, its running module, its last probe, and a ring of its last collectives. A rank that is killed while
 it writes leaves at worst one entry whose checksum is wrong, and a reader skips it.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +23,12 @@ RING = 1024  # collectives kept: more than two forwards of a model of 61 layers
 _SLOT = 256  # bytes of one entry; a longer module name loses its end
 _HEADER = struct.Struct("<HI")  # length and checksum of the text behind it
 _COUNT = struct.Struct("<Q")
-_WHERE, _MODULE, _PROBE, _ENTERED, _LEFT = (_SLOT * i for i in range(5))
-_FIRST = 5 * _SLOT
+_WHERE, _MODULE, _PROBE, _ENTERED, _LEFT, _THREAD = (_SLOT * i for i in range(6))
+_FIRST = 6 * _SLOT
+_PAGE = 1 << 16  # the largest page there is: a mapping can begin at no other place
+SIZE = -(-(_FIRST + RING * _SLOT) // _PAGE) * _PAGE
+"""Bytes of one trace; in a file, traces stand one after the other."""
+
 _SEPARATOR = "\x1f"
 
 
@@ -42,10 +47,10 @@ class Entry:
 
 
 class Trace:
-    """The trace of one rank. Only that rank writes; anyone may read, also while it is written."""
+    """The trace of one rank, at ``index`` in the ``file``. Only that rank writes; anyone may read, at any moment."""
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _FIRST + RING * _SLOT)
+    def __init__(self, file: int = -1, index: int = 0) -> None:
+        self._memory = mmap.mmap(file, SIZE, offset=index * SIZE)
         self._place = _SEPARATOR
         self._count = 0
 
@@ -81,6 +86,15 @@ class Trace:
         self.enter(kind, OWN_GROUP)
         yield
         self.leave()
+
+    def thread(self) -> None:
+        """The calling thread is the rank's: which one it is among those of its process."""
+        self._memory[_THREAD : _THREAD + 8] = _COUNT.pack(threading.get_ident())
+
+    @property
+    def thread_id(self) -> int:
+        """As told by :meth:`thread`, else 0."""
+        return int(_COUNT.unpack_from(self._memory, _THREAD)[0])
 
     def waits_in(self) -> int | None:
         """The number of the collective that the rank is in; None while it is in none."""

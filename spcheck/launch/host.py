@@ -1,8 +1,8 @@
 """The process that imports torch once and holds the ranks. It speaks JSON lines with the parent.
 
-In: one request, ``{"case": ..., "store": ..., "deadline": ...}``. Out: ``{"event": "ready", "environment": ...}``, then
-``{"event": "done", "reports": [...]}``, or instead ``{"event": "refused", "message": ...}`` or, where spcheck itself is
-at fault, ``{"event": "broken", "traceback": ...}``.
+In: one request, ``{"case": ..., "store": ..., "traces": ..., "deadline": ...}``. Out:
+``{"event": "ready", "environment": ...}``, then ``{"event": "done", "reports": [...]}``, or instead
+``{"event": "refused", "message": ...}``, or ``{"event": "broken", "traceback": ...}`` where spcheck itself is at fault.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from spcheck.launch.lifetime import die_with_parent
+from spcheck.launch.stacks import StackFile
 
 
 def main() -> None:
@@ -54,8 +55,12 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
         return
     _say(channel, {"event": "ready", "environment": _environment(torch.__version__, backend)})
     threads = backend == "loopback"
-    deadline = request["deadline"]
-    reports = run_threads(plan, deadline) if threads else run_processes(plan, backend, Path(request["store"]), deadline)
+    deadline, traces = request["deadline"], request["traces"]
+    if threads:
+        StackFile(sys.stderr).answer_here()
+        reports = run_threads(plan, deadline, traces)
+    else:
+        reports = run_processes(plan, backend, Path(request["store"]), deadline, traces)
     _say(channel, {"event": "done", "reports": reports})
 
 

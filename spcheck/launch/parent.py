@@ -19,7 +19,9 @@ import spcheck
 from spcheck.case import Case
 from spcheck.errors import HostFailed, UsageError
 from spcheck.failure import failure_sentence
+from spcheck.launch.examine import examine, trace_file
 from spcheck.launch.files import meeting_place, nameless_file
+from spcheck.launch.stacks import StackFile
 
 __all__ = ["Progress", "RunLog", "failure_sentence", "run_case"]
 
@@ -47,14 +49,22 @@ def run_case(case: Case, progress: Progress) -> RunLog:
     """
     deadline = time.monotonic() + case.timeout
     _check_folder()
-    with meeting_place() as (store, inherited), _host(inherited) as (host, errors):
+    with (
+        meeting_place() as (store, handles),
+        trace_file(case.tp) as traces,
+        _host((*handles, traces)) as (host, errors),
+    ):
         progress("starting ranks")
         request = {"case": case.to_json(), "store": str(store), "deadline": deadline - _lead(case.timeout)}
+        request["traces"] = traces
         assert host.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: what it said is read below
             host.stdin.write(json.dumps(request).encode() + b"\n")
             host.stdin.close()
-        return _listen(host, errors, case, deadline, progress)
+        log = _listen(host, errors, case, deadline, progress)
+        if log.failure is not None and not log.reports:
+            _examine(log, host, errors, case, traces)
+        return log
 
 
 def _check_folder() -> None:
@@ -76,7 +86,7 @@ def _listen(
     log = RunLog()
     for message in _messages(host, deadline):
         if message is None:
-            log.failure = f"no answer within {case.timeout:g} s: a rank hangs, or --timeout is too short"
+            log.failure = f"{_limit(case)}: a rank hangs, or --timeout is too short"
             return log
         if message["event"] == "refused":
             raise UsageError(message["message"])
@@ -97,6 +107,18 @@ def _listen(
     said = errors.read().decode(errors="replace").strip()
     last = said.splitlines()[-1] if said else "it said nothing"
     raise HostFailed(f"the host process ended without an answer: {last}", said)
+
+
+def _examine(log: RunLog, host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, traces: int) -> None:
+    """The host cannot say what its ranks did: what they left in their traces can."""
+    threads = log.environment.get("backend") == "loopback"
+    log.reports = examine(traces, case.tp, StackFile(errors) if threads else None, host, _limit(case))
+    if threads and host.returncode is None and log.reports:
+        log.failure = failure_sentence(log.reports)
+
+
+def _limit(case: Case) -> str:
+    return f"no answer within {case.timeout:g} s"
 
 
 def _ending(host: subprocess.Popen[bytes]) -> str:

@@ -26,13 +26,13 @@ from spcheck.worker.pair import run_rank
 _LATER = 60.0  # seconds behind the host's deadline: a backend must not give up before the host has looked at all ranks
 
 
-def run_threads(plan: Plan, deadline: float | None = None) -> list[Report]:
-    """The case on the loopback backend, in this process.
+def run_threads(plan: Plan, deadline: float | None = None, traces: int = -1) -> list[Report]:
+    """The case on the loopback backend, in this process; ``traces`` is a file that others can read them in.
 
     With a ``deadline`` (of ``time.monotonic``) threads that have not ended by then are reported and left behind: no
     thread can be killed, so the caller has to end the process.
     """
-    ranks = _Threads(plan)
+    ranks = _Threads(plan, traces)
     if deadline is None:
         ranks.run()
     else:
@@ -48,9 +48,9 @@ def run_threads(plan: Plan, deadline: float | None = None) -> list[Report]:
 class _Threads:
     """One loopback run. ``reports`` grow while it runs."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, traces: int = -1) -> None:
         self.reports: list[Report] = [{"rank": rank} for rank in range(plan.case.tp)]
-        self.traces = [Trace() for _ in self.reports]
+        self.traces = _traces(plan, traces)
         self._plan = plan
         self._ended: set[int] = set()
 
@@ -75,21 +75,24 @@ class _Threads:
     def _main(self, world: World) -> None:
         report = self.reports[world.rank]
         try:
+            world.trace.thread()
             world.trace.begin("", "start")
             _timed(report, lambda report: run_rank(world, self._plan, "cpu", report))
         finally:
             self._ended.add(world.rank)
 
 
-def run_processes(plan: Plan, backend: str, store: Path, deadline: float | None = None) -> list[Report]:
+def run_processes(
+    plan: Plan, backend: str, store: Path, deadline: float | None = None, traces: int = -1
+) -> list[Report]:
     """The case on ``gloo`` or ``nccl``, one forked process per rank, which meet in ``store``.
 
     Ranks that have not ended by the ``deadline`` (of ``time.monotonic``) are reported and killed. No tensor may exist
     in this process: a fork after the first operation can inherit a locked thread pool.
     """
     children: list[Child] = []
-    for rank in range(plan.case.tp):
-        trace, stack = Trace(), StackFile()
+    for rank, trace in enumerate(_traces(plan, traces)):
+        stack = StackFile()
         receive, send = os.pipe()
         child = os.fork()
         if child == 0:
@@ -136,6 +139,10 @@ class _Rank:
         run_rank(world, self._plan, device, report)
         _send(send, report)  # before the teardown, which a lost peer could block
         world.close()
+
+
+def _traces(plan: Plan, file: int) -> list[Trace]:
+    return [Trace(file, index if file >= 0 else 0) for index in range(plan.case.tp)]
 
 
 def _limit(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from typing import IO, Any
 
 from spcheck.launch.files import nameless_file
 
@@ -28,8 +29,9 @@ class StackFile:
     not from a stopped process.
     """
 
-    def __init__(self) -> None:
-        self._file = nameless_file()
+    def __init__(self, file: IO[Any] | None = None) -> None:
+        self._file = nameless_file() if file is None else file
+        self._begin = 0
 
     def answer_here(self) -> None:
         """Called in the rank. A crash in C code (a segmentation fault, an abort) leaves its stack there too."""
@@ -38,19 +40,21 @@ class StackFile:
 
     def ask(self, process: int) -> None:
         """Called in the host for a rank that is alive; :meth:`wait` for the answer."""
+        self._begin = self._size()
         os.kill(process, _ASK)
 
-    def read(self) -> str:
-        """The main thread's stack, innermost call last; empty where there is none."""
-        return readable(os.pread(self._file.fileno(), 1 << 20, 0).decode(errors="replace"))
+    def read(self, thread: int | None = None) -> str:
+        """The stack of a thread, by default of the main one, innermost call last; empty where there is none."""
+        dump = os.pread(self._file.fileno(), 1 << 20, self._begin).decode(errors="replace")
+        return readable(dump, thread)
 
     def wait(self) -> None:
         """Until an answer is there, or for a moment."""
         end = time.monotonic() + _PATIENCE
-        seen = -1
+        seen = self._begin
         while time.monotonic() < end:
-            size = os.fstat(self._file.fileno()).st_size
-            if size and size == seen:
+            size = self._size()
+            if size == seen > self._begin:
                 break
             seen = size
             time.sleep(_TICK)
@@ -59,10 +63,16 @@ class StackFile:
         """Gives the memory back."""
         self._file.close()
 
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
 
-def readable(dump: str) -> str:
-    """A faulthandler dump in the order and with the source lines of a traceback; the oldest thread's alone."""
-    sections = [[m for line in part.splitlines() if (m := _FRAME.fullmatch(line))] for part in dump.split("\n\n")]
+
+def readable(dump: str, thread: int | None = None) -> str:
+    """A faulthandler dump in the order and with the source lines of a traceback; of one thread, else of the oldest."""
+    parts = dump.split("\n\n")
+    if thread is not None:
+        parts = [part for part in parts if re.search(f"hread 0x0*{thread:x} ", part)]
+    sections = [[m for line in part.splitlines() if (m := _FRAME.fullmatch(line))] for part in parts]
     frames = next(filter(None, reversed(sections)), [])
     if not frames:
         return ""

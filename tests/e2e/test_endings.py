@@ -75,6 +75,32 @@ def test_a_rank_that_hangs_ends_within_the_timeout(backend, tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+HOLD = HANG.replace("time.sleep(1000)", "re.match('(a+)+$', 'a' * 60 + 'b')").replace(
+    "threading, time", "re, threading"
+)
+
+
+def test_a_thread_that_keeps_all_others_from_running_is_named(tmp_path):
+    """A regular expression holds the interpreter's lock: the host can do nothing then, the parent must."""
+    done = spcheck(
+        "--tokens", "5", "--backend", "loopback", "--timeout", "10", env=environment(tmp_path, in_host(HOLD))
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "no answer within 10 s: rank 1 hangs in model.layers.2.mlp of optimized.subject" in done.stdout
+    assert "rank 0   waits in " in done.stdout
+    assert "in here_it_hangs" in done.stdout
+
+
+def test_threads_that_take_their_process_down_are_told_from_their_traces(tmp_path):
+    crash = HANG.replace("time.sleep(1000)", "os.abort()").replace("threading, time", "os, threading")
+    done = spcheck("--tokens", "5", "--backend", "loopback", env=environment(tmp_path, in_host(crash)))
+    assert done.returncode == 4
+    assert "the process of all ranks ended with exit code -6 and no report" in done.stdout
+    assert "rank 1   was still running" in done.stdout
+    assert "  module     model.layers.2.mlp\n" in done.stdout
+    assert "in here_it_hangs" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [
