@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -132,7 +132,11 @@ def run(plan, backend, deadline):
 
 
 def children():
-    return [int(p) for task in Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has just ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def handles():
