@@ -1,5 +1,16 @@
-"""``python -m spcheck``."""
+"""``python -m spcheck``, and the console script."""
 
-from spcheck.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """The command line; a Ctrl-C while it is still being imported ends like one later."""
+    try:
+        from spcheck.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 from spcheck import __version__
 from spcheck.case import BACKENDS, GRID_NAMES, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
 from spcheck.errors import SpcheckError, UsageError
+from spcheck.internal import internal_error
 from spcheck.output import JsonTarget, echo, progress, wants_color, width
 from spcheck.printable import sentence
 
@@ -247,7 +248,11 @@ def doctor(json_target: str | None) -> None:
 
 def main() -> None:
     """The console script: every ending has its exit code, and a traceback is never exit 1."""
-    sys.exit(_run())
+    try:
+        code = _run()
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first was being told
+        code = _INTERRUPTED
+    sys.exit(code)
 
 
 def _run() -> int:
@@ -256,12 +261,12 @@ def _run() -> int:
         result = cli.main(prog_name="spcheck", standalone_mode=False)
     except click.ClickException as error:
         return _say(_one_sentence(error.format_message()), error.exit_code)
-    except SpcheckError as error:
-        return _say(str(error), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _say("interrupted", _INTERRUPTED)
     except Exception as error:
-        return _say(f"internal error: {type(error).__name__}: {error}", _INTERNAL)
+        if isinstance(error, SpcheckError) and error.exit_code != _INTERNAL:
+            return _say(str(error), error.exit_code)
+        return _say(internal_error(error), _INTERNAL)
     return result if isinstance(result, int) else 0
 
 

@@ -28,4 +28,11 @@ class RunFailed(SpcheckError):
 
 
 class HostFailed(SpcheckError):
-    """The process that holds the ranks ended without an answer."""
+    """The process that holds the ranks ended without an answer; ``details`` are what it said, for a bug report."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message, details)
+        self.details = details
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -12,6 +12,7 @@ from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.rows import phases_of_probe
 from spcheck.diagnose import hints
 from spcheck.exact import GRIDS, STEP_BOUND
+from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.judge import BOUNDS, Finding, Verdict, bound_of, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
@@ -31,6 +32,7 @@ class Comparison:
     exactness: Exactness | None
     verdict: Verdict
     environment: dict[str, Any]
+    failure: Failure | None = None
 
     @property
     def compared(self) -> int:
@@ -58,7 +60,10 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     exactness = check_exactness(plan, reports)
     first = _first_over(results)
+    broken = explain(reports) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
+    if broken and broken.divergence:
+        findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
     findings += _value_findings(plan, results, first, exactness)
     findings += _exactness_findings(results, exactness)
     findings += _pairing_findings(plan, results, reports) if failure is None else []
@@ -71,7 +76,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings=tuple(findings),
         first_divergence=_first_divergence(results, first, findings),
     )
-    return Comparison(plan, results, rows, collectives, work, exactness, verdict, environment)
+    return Comparison(plan, results, rows, collectives, work, exactness, verdict, environment, broken)
 
 
 def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:

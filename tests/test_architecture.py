@@ -24,18 +24,29 @@ LAYERS = [
     {"spcheck.phases", "spcheck.case", "spcheck.subject", "spcheck.comm", "spcheck.exact"},
     {"spcheck.judge", "spcheck.guard"},
     {"spcheck.plan", "spcheck.merge"},
-    {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker"},
+    {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker", "spcheck.failure"},
     {"spcheck.verdict", "spcheck.launch"},
     {"spcheck.doctor"},
     {"spcheck.report"},
-    {"spcheck.output"},
+    {"spcheck.output", "spcheck.internal"},
     {"spcheck.cli"},
     {"spcheck.__main__"},
 ]
 
 # Parts of the tool that must run without torch: the parent and everything it imports.
-TORCH_FREE = {"spcheck.cli", "spcheck.verdict", "spcheck.report.text", "spcheck.report.json", "spcheck.launch.parent"}
-TORCH_FREE |= {"spcheck.doctor.trial", "spcheck.doctor.torch_facts", "spcheck.report.doctor", "spcheck.report.probes"}
+TORCH_FREE = {
+    "spcheck.__main__",
+    "spcheck.cli",
+    "spcheck.comm.trace",
+    "spcheck.doctor.torch_facts",
+    "spcheck.doctor.trial",
+    "spcheck.launch.parent",
+    "spcheck.report.doctor",
+    "spcheck.report.json",
+    "spcheck.report.probes",
+    "spcheck.report.text",
+    "spcheck.verdict",
+}
 
 
 def modules():

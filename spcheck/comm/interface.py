@@ -5,6 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from spcheck.comm.trace import Trace
+
 
 class Communicator(Protocol):
     """One group of ranks.
@@ -58,10 +60,11 @@ class Communicator(Protocol):
 
 
 class World(Protocol):
-    """All ranks of a run, as one of them sees it."""
+    """All ranks of a run, as one of them sees it. ``trace`` outlives the rank: what it does last is written there."""
 
     rank: int
     size: int
+    trace: Trace
 
     def group(self, name: str, ranks: Sequence[int]) -> Communicator | None:
         """Make (or find again) the communicator of the world's `ranks`, ascending; None for a rank outside it.

@@ -14,25 +14,28 @@ from spcheck.comm import arguments
 from spcheck.comm.baton import Baton, Call
 from spcheck.comm.errors import CollectiveArgumentError, RankOutcome, WorldFailed
 from spcheck.comm.interface import World
+from spcheck.comm.trace import Trace
 
 T = TypeVar("T")
 _Work = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
-def run_loopback(size: int, main: Callable[[World], T]) -> list[T]:
+def run_loopback(size: int, main: Callable[[World], T], traces: Sequence[Trace] | None = None) -> list[T]:
     """Run `main(world)` as each of `size` ranks and return what they return, in rank order.
 
-    Grad mode is per thread, so `main` sets it itself; context variables are inherited from the caller, to a copy.
+    `traces`, one per rank, are for a caller that wants to know what the ranks did last. Grad mode is per thread, so
+    `main` sets it itself; context variables are inherited from the caller, to a copy.
     Raises WorldFailed, its cause the exception of the rank that failed first, after all threads have ended.
     """
-    return _Run(size, main).results()
+    return _Run(size, main, traces or [Trace() for _ in range(size)]).results()
 
 
 class _Run(Generic[T]):
     """The threads of one world, and how each of them ended."""
 
-    def __init__(self, size: int, main: Callable[[World], T]) -> None:
+    def __init__(self, size: int, main: Callable[[World], T], traces: Sequence[Trace]) -> None:
         self._main = main
+        self._traces = traces
         self._baton = Baton(size)
         self._size = size
         self._returned: dict[int, T] = {}
@@ -74,7 +77,8 @@ class _Run(Generic[T]):
         if self._baton.await_turn(rank):
             torch.set_num_threads(1)
             try:
-                self._returned[rank] = self._main(LoopbackWorld(rank, self._size, self._baton))
+                world = LoopbackWorld(rank, self._size, self._baton, self._traces[rank])
+                self._returned[rank] = self._main(world)
                 self._outcomes[rank] = RankOutcome(rank, "returned")
             except BaseException as raised:  # whatever it is, the baton must go on
                 error = raised
@@ -96,9 +100,10 @@ def _join(threads: Sequence[Thread]) -> None:
 class LoopbackWorld:
     """One rank's view of a world of threads; see World."""
 
-    def __init__(self, rank: int, size: int, baton: Baton) -> None:
+    def __init__(self, rank: int, size: int, baton: Baton, trace: Trace) -> None:
         self.rank = rank
         self.size = size
+        self.trace = trace
         self._baton = baton
         self._ranks = tuple(range(size))
 
@@ -111,11 +116,13 @@ class LoopbackWorld:
         """Hand `outgoing[r]` to rank r, by reference."""
         if len(outgoing) != self.size:
             raise CollectiveArgumentError(f"swap: {len(outgoing)} messages for {self.size} ranks")
-        return self._baton.meet(self.rank, Call("swap", "spcheck", self._ranks, outgoing), _transposed)
+        with self.trace.waiting("exchange of values"):
+            return self._baton.meet(self.rank, Call("swap", "spcheck", self._ranks, outgoing), _transposed)
 
     def barrier(self) -> None:
         """Wait for all ranks of the world."""
-        self._baton.meet(self.rank, Call("barrier", "spcheck", self._ranks), _nothing)
+        with self.trace.waiting("barrier of the world"):
+            self._baton.meet(self.rank, Call("barrier", "spcheck", self._ranks), _nothing)
 
 
 class LoopbackCommunicator:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spcheck.comm import arguments
 from spcheck.comm.errors import CollectiveArgumentError, CollectiveFailed, CollectiveMismatch
+from spcheck.comm.trace import Trace
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -22,22 +23,27 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def open_world(backend: str, rank: int, size: int, store_folder: Path | None, timeout_s: float) -> "ProcessWorld":
-    """Join the world of `size` processes that meet in `store_folder`; returns once all of them have.
+def open_world(
+    backend: str, rank: int, size: int, store: Path | None, timeout_s: float, trace: Trace | None = None
+) -> "ProcessWorld":
+    """Join the world of `size` processes that meet in `store`, a folder or a file; returns once all of them have.
 
-    The folder is private to one world: a store of an earlier one would be taken for this one's. None joins the world
-    that torchrun describes in the environment instead, on whatever network it set up; a folder means one machine, and
+    The store is private to one world: a store of an earlier one would be taken for this one's. None joins the world
+    that torchrun describes in the environment instead, on whatever network it set up; a store means one machine, and
     gloo then stays on its loopback interface. With nccl the caller has set the CUDA device. One world per process at a
     time. Raises CollectiveFailed when the others do not come within `timeout_s`.
     """
     timeout = timedelta(seconds=timeout_s)
-    store = None
-    if store_folder is not None:
+    trace = trace or Trace()
+    meeting = None
+    if store is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        store = dist.FileStore(str(store_folder / "rendezvous"), size)  # type: ignore[attr-defined]
+        place = store / "rendezvous" if store.is_dir() else store
+        meeting = dist.FileStore(str(place), size)  # type: ignore[attr-defined]
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-        return ProcessWorld(backend, timeout)
+        with trace.waiting("joining the world"):
+            dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout)
+            return ProcessWorld(backend, timeout, trace)
     except RuntimeError as error:
         raise CollectiveFailed(f"rank {rank} of {size} found no {backend} world: {error}") from error
 
@@ -45,7 +51,8 @@ def open_world(backend: str, rank: int, size: int, store_folder: Path | None, ti
 class ProcessWorld:
     """One process's view of its world; see World."""
 
-    def __init__(self, backend: str, timeout: timedelta) -> None:
+    def __init__(self, backend: str, timeout: timedelta, trace: Trace) -> None:
+        self.trace = trace
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._backend = backend
@@ -62,8 +69,9 @@ class ProcessWorld:
         arguments.check_group(name, ranks, self.size)
         key = (name, tuple(ranks))
         if key not in self._groups:
-            self._check_agreed(key)
-            made: Any = _do(f"making group {name!r}", dist.new_group, key[1], self._timeout, self._backend)
+            with self.trace.waiting(f"making group {name}"):
+                self._check_agreed(key)
+                made: Any = _do(f"making group {name!r}", dist.new_group, key[1], self._timeout, self._backend)
             inside = self.rank in ranks
             self._groups[key] = ProcessCommunicator(name, key[1], self.rank, made) if inside else None
         return self._groups[key]
@@ -75,12 +83,14 @@ class ProcessWorld:
         if self.size == 1:
             return outgoing
         packed = [b"" if rank == self.rank else _pack(message) for rank, message in enumerate(outgoing)]
-        received = self._swap_bytes(packed)
+        with self.trace.waiting("exchange of values"):
+            received = self._swap_bytes(packed)
         return [outgoing[rank] if rank == self.rank else _unpack(data) for rank, data in enumerate(received)]
 
     def barrier(self) -> None:
         """Wait for all ranks of the world."""
-        _do("barrier of the world", dist.barrier, self._tool)
+        with self.trace.waiting("barrier of the world"):
+            _do("barrier of the world", dist.barrier, self._tool)
 
     def close(self) -> None:
         """Leave the world; its communicators are of no use afterwards."""

@@ -1,7 +1,8 @@
 """The process that imports torch once and holds the ranks. It speaks JSON lines with the parent.
 
-In: one request, ``{"case": ..., "folder": ...}``. Out: ``{"event": "ready", "environment": ...}``, then
-``{"event": "done", "reports": [...]}`` or ``{"event": "refused", "message": ...}``.
+In: one request, ``{"case": ..., "store": ..., "traces": ..., "deadline": ...}``. Out:
+``{"event": "ready", "environment": ...}``, then ``{"event": "done", "reports": [...]}``, or instead
+``{"event": "refused", "message": ...}``, or ``{"event": "broken", "traceback": ...}`` where spcheck itself is at fault.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import json
 import os
 import platform
 import sys
+import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
 from spcheck.launch.lifetime import die_with_parent
+from spcheck.launch.stacks import StackFile
 
 
 def main() -> None:
@@ -22,8 +25,12 @@ def main() -> None:
     die_with_parent()
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints must not enter the conversation
-    request = json.loads(sys.stdin.readline())
-    _serve(request, channel)
+    try:
+        _serve(json.loads(sys.stdin.readline()), channel)
+    except Exception:
+        _say(channel, {"event": "broken", "traceback": traceback.format_exc()})
+    sys.stderr.flush()
+    os._exit(0)  # threads of ranks that hang must not keep the process
 
 
 def _serve(request: dict[str, Any], channel: TextIO) -> None:
@@ -48,7 +55,12 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
         return
     _say(channel, {"event": "ready", "environment": _environment(torch.__version__, backend)})
     threads = backend == "loopback"
-    reports = run_threads(plan) if threads else run_processes(plan, backend, Path(request["folder"]))
+    deadline, traces = request["deadline"], request["traces"]
+    if threads:
+        StackFile(sys.stderr).answer_here()
+        reports = run_threads(plan, deadline=deadline, traces=traces)
+    else:
+        reports = run_processes(plan, backend, Path(request["store"]), deadline, traces)
     _say(channel, {"event": "done", "reports": reports})
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,9 +18,16 @@ from typing import IO, Any
 import spcheck
 from spcheck.case import Case
 from spcheck.errors import HostFailed, UsageError
+from spcheck.failure import failure_sentence
+from spcheck.launch.examine import examine, trace_file
+from spcheck.launch.files import meeting_place, nameless_file
+from spcheck.launch.stacks import StackFile
+
+__all__ = ["Progress", "RunLog", "failure_sentence", "run_case"]
 
 Progress = Callable[[str], None]
 
+_LEAD = 2.0  # seconds
 _LAST_MOMENT = 5.0  # seconds between a closed channel and the end of the process behind it
 
 
@@ -39,25 +44,55 @@ def run_case(case: Case, progress: Progress) -> RunLog:
     """Runs one checked case in processes of its own; ``progress`` gets a short text at each step.
 
     Raises:
-        UsageError: the machine cannot run it (GPUs, tensors of a checkpoint folder).
+        UsageError: the machine cannot run it (GPUs, tensors of a checkpoint folder, no current or temporary folder).
         HostFailed: the host ended without an answer.
     """
-    with _private_folder() as folder, _host(folder) as (host, errors):
+    deadline = time.monotonic() + case.timeout
+    _check_folder()
+    with (
+        meeting_place() as (store, handles),
+        trace_file(case.tp) as traces,
+        _host((*handles, traces)) as (host, errors),
+    ):
         progress("starting ranks")
+        request = {"case": case.to_json(), "store": str(store), "deadline": deadline - _lead(case.timeout)}
+        request["traces"] = traces
         assert host.stdin is not None
-        host.stdin.write(json.dumps({"case": case.to_json(), "folder": str(folder)}).encode() + b"\n")
-        host.stdin.close()
-        return _listen(host, errors, case, progress)
+        with suppress(BrokenPipeError):  # it has ended: what it said is read below
+            host.stdin.write(json.dumps(request).encode() + b"\n")
+            host.stdin.close()
+        log = _listen(host, errors, case, deadline, progress)
+        if log.failure is not None and not log.reports:
+            _examine(log, host, errors, case, traces)
+        return log
 
 
-def _listen(host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, progress: Progress) -> RunLog:
+def _check_folder() -> None:
+    """Libraries that the host loads look for the current folder, and end the process where there is none."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"the current folder cannot be used: {error.strerror}") from error
+
+
+def _lead(timeout: float) -> float:
+    """How much earlier than the parent the host stops waiting: it has stacks to collect, and a report to send."""
+    return min(0.1 * timeout, _LEAD)
+
+
+def _listen(
+    host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, deadline: float, progress: Progress
+) -> RunLog:
     log = RunLog()
-    for message in _messages(host, case.timeout):
+    for message in _messages(host, deadline):
         if message is None:
-            log.failure = f"no answer within {case.timeout:g} s: a rank hangs, or --timeout is too short"
+            log.failure = f"{_limit(case)}: a rank hangs, or --timeout is too short"
             return log
         if message["event"] == "refused":
             raise UsageError(message["message"])
+        if message["event"] == "broken":
+            last = message["traceback"].strip().splitlines()[-1]
+            raise HostFailed(f"the host process broke: {last}", message["traceback"])
         if message["event"] == "ready":
             log.environment = message["environment"]
             progress(f"running {case.tp} rank{'s' if case.tp > 1 else ''} on {log.environment['backend']}")
@@ -69,8 +104,21 @@ def _listen(host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, progre
         log.failure = f"the process of all ranks {_ending(host)} and no report"
         return log
     errors.seek(0)
-    tail = errors.read().decode(errors="replace").strip().splitlines()
-    raise HostFailed(f"the host process ended without an answer: {tail[-1] if tail else 'it said nothing'}")
+    said = errors.read().decode(errors="replace").strip()
+    last = said.splitlines()[-1] if said else "it said nothing"
+    raise HostFailed(f"the host process ended without an answer: {last}", said)
+
+
+def _examine(log: RunLog, host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, traces: int) -> None:
+    """The host cannot say what its ranks did: what they left in their traces can."""
+    threads = log.environment.get("backend") == "loopback"
+    log.reports = examine(traces, case.tp, StackFile(errors) if threads else None, host, _limit(case))
+    if threads and host.returncode is None and log.reports:
+        log.failure = failure_sentence(log.reports)
+
+
+def _limit(case: Case) -> str:
+    return f"no answer within {case.timeout:g} s"
 
 
 def _ending(host: subprocess.Popen[bytes]) -> str:
@@ -80,24 +128,9 @@ def _ending(host: subprocess.Popen[bytes]) -> str:
         return "goes on with its channel closed"
 
 
-def failure_sentence(reports: list[dict[str, Any]]) -> str | None:
-    """Which rank failed first, how and where; None if every rank came to its end."""
-    failed = [r for r in reports if "error" in r]
-    if not failed:
-        return None
-    first = min(failed, key=lambda r: r.get("failed_at", float("inf")))
-    error = first["error"]
-    where = f" in {error['module']} of {error['subject']}" if error.get("module") else ""
-    after = f", after {error['last_collective']}" if error.get("last_collective") else ""
-    message = (error["message"].splitlines() or [""])[0]  # torch adds its own stack to some
-    what = message if error["type"] == "RankDied" else f"raised {error['type']}: {message}"
-    return f"rank {first['rank']} {what}{where}{after}"
-
-
-def _messages(host: subprocess.Popen[bytes], timeout: float) -> Iterator[dict[str, Any] | None]:
-    """The host's messages, then the end; None once ``timeout`` seconds have passed."""
+def _messages(host: subprocess.Popen[bytes], deadline: float) -> Iterator[dict[str, Any] | None]:
+    """The host's messages, then the end; None once the ``deadline`` has passed."""
     assert host.stdout is not None
-    deadline = time.monotonic() + timeout
     data = b""
     with DefaultSelector() as selector:
         selector.register(host.stdout, EVENT_READ)
@@ -113,18 +146,9 @@ def _messages(host: subprocess.Popen[bytes], timeout: float) -> Iterator[dict[st
 
 
 @contextmanager
-def _private_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="spcheck-"))  # mkdtemp's mode is 0700
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _host(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _host(inherited: tuple[int, ...]) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """The host in a session of its own, so that one kill reaches it and every rank."""
-    with (folder / "host.stderr").open("w+b") as errors, _terminable():
+    with nameless_file() as errors, _terminable():
         host = subprocess.Popen(
             # -P: a folder named "reference" where the user stands must not shadow the installed one.
             [sys.executable, "-P", "-m", "spcheck.launch.host"],
@@ -132,6 +156,7 @@ def _host(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
+            pass_fds=inherited,
             env=_environment(),
         )
         try:

@@ -4,92 +4,165 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
-from typing import Any, BinaryIO
+from threading import Thread
 
 import torch
 
-from spcheck.comm.errors import WorldFailed
+from spcheck.comm.errors import CollectiveFailed, RankLost, WorldFailed
 from spcheck.comm.interface import World
 from spcheck.comm.loopback import run_loopback
+from spcheck.comm.trace import Trace
 from spcheck.launch.lifetime import die_with_parent
+from spcheck.launch.reports import Child, Report, collect, overdue
+from spcheck.launch.stacks import StackFile, thread_stack
 from spcheck.plan import Plan
 from spcheck.worker.built import EnginePool
 from spcheck.worker.pair import run_rank
 
-Report = dict[str, Any]
-
-_PATIENCE = 0.7  # of the case's timeout: a rank says what it waits for before the parent stops waiting for the ranks
-_GRACE = 5.0  # seconds for the other ranks to notice that one has failed
+_LATER = 60.0  # seconds behind the host's deadline: a backend must not give up before the host has looked at all ranks
 
 
-def run_threads(plan: Plan, pool: EnginePool | None = None) -> list[Report]:
-    """The case on the loopback backend, in this process; engines that the ``pool`` has are used again."""
-    shared = pool or EnginePool()
-    reports: list[Report] = [{"rank": rank} for rank in range(plan.case.tp)]
+def run_threads(
+    plan: Plan, pool: EnginePool | None = None, deadline: float | None = None, traces: int = -1
+) -> list[Report]:
+    """The case on the loopback backend, in this process; ``traces`` is a file that others can read them in.
 
-    def main(world: World) -> None:
-        _timed(reports[world.rank], partial(run_rank, world, plan, "cpu", pool=shared))
-
-    try:
-        run_loopback(plan.case.tp, main)
-    except WorldFailed as failed:
-        for outcome in failed.outcomes:
-            if outcome.state == "raised" and "error" not in reports[outcome.rank]:
-                error = {"type": type(outcome.exception).__name__, "message": str(outcome.exception)}
-                reports[outcome.rank]["error"] = {**error, "traceback": outcome.traceback}
-    return reports
-
-
-def run_processes(plan: Plan, backend: str, folder: Path) -> list[Report]:
-    """The case on ``gloo`` or ``nccl``, one forked process per rank; ``folder`` is private and holds the rendezvous.
-
-    No tensor may exist in this process: a fork after the first operation can inherit a locked thread pool.
+    Engines that the ``pool`` has are used again. With a ``deadline`` (of ``time.monotonic``) threads that have not
+    ended by then are reported and left behind: no thread can be killed, so the caller has to end the process.
     """
-    pipes: dict[int, BinaryIO] = {}
-    children: dict[int, int] = {}
-    for rank in range(plan.case.tp):
+    ranks = _Threads(plan, pool or EnginePool(), traces)
+    if deadline is None:
+        ranks.run()
+    else:
+        # Not the main thread's own work: it must be able to look at the ranks while they hang.
+        runner = Thread(target=ranks.run, name="all ranks", daemon=True)
+        runner.start()
+        runner.join(max(deadline - time.monotonic(), 0.0))
+        if runner.is_alive():
+            ranks.give_up()
+    return _with_traces(ranks.reports, ranks.traces)
+
+
+class _Threads:
+    """One loopback run. ``reports`` grow while it runs."""
+
+    def __init__(self, plan: Plan, pool: EnginePool, traces: int = -1) -> None:
+        self._pool = pool
+        self.reports: list[Report] = [{"rank": rank} for rank in range(plan.case.tp)]
+        self.traces = _traces(plan, traces)
+        self._plan = plan
+        self._ended: set[int] = set()
+
+    def run(self) -> None:
+        try:
+            run_loopback(self._plan.case.tp, self._main, self.traces)
+        except WorldFailed as failed:
+            for outcome in failed.outcomes:
+                if outcome.exception is not None and "error" not in self.reports[outcome.rank]:
+                    error = _error(outcome.exception)
+                    self.reports[outcome.rank]["error"] = {**error, "traceback": outcome.traceback}
+        except BaseException as error:  # no room for more threads, say: a thread would lose it
+            self.reports[0].setdefault("error", _error(error))
+
+    def give_up(self) -> None:
+        """Replaces the reports of ranks that go on: their threads may write to them at any moment."""
+        for rank, trace in enumerate(self.traces):
+            if rank not in self._ended:
+                error = overdue(trace.read(), _limit(self._plan), stack=thread_stack(f"rank {rank}"))
+                self.reports[rank] = {"rank": rank, "error": error, "failed_at": time.monotonic()}
+
+    def _main(self, world: World) -> None:
+        report = self.reports[world.rank]
+        try:
+            world.trace.thread()
+            world.trace.begin("", "start")
+            _timed(report, lambda report: run_rank(world, self._plan, "cpu", report, self._pool))
+        finally:
+            self._ended.add(world.rank)
+
+
+def run_processes(
+    plan: Plan, backend: str, store: Path, deadline: float | None = None, traces: int = -1
+) -> list[Report]:
+    """The case on ``gloo`` or ``nccl``, one forked process per rank, which meet in ``store``.
+
+    Ranks that have not ended by the ``deadline`` (of ``time.monotonic``) are reported and killed. No tensor may exist
+    in this process: a fork after the first operation can inherit a locked thread pool.
+    """
+    children: list[Child] = []
+    for rank, trace in enumerate(_traces(plan, traces)):
+        stack = StackFile()
         receive, send = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(receive)
-            _be_rank(plan, backend, folder, rank, send)
+            _Rank(plan, backend, rank, trace).live(store, stack, send, deadline)
         os.close(send)
-        pipes[rank] = os.fdopen(receive, "rb")
-        children[rank] = child
-    return _Reports(pipes, children).collect()
+        children.append(Child(rank, child, os.fdopen(receive, "rb"), trace, stack))
+    return _with_traces(collect(children, deadline, _limit(plan)), [child.trace for child in children])
 
 
-def _be_rank(plan: Plan, backend: str, folder: Path, rank: int, send: int) -> None:
-    """The life of a forked rank; never returns."""
-    die_with_parent()
-    report: Report = {"rank": rank}
-    status = 1
-    try:
-        torch.set_num_threads(1)
+class _Rank:
+    """One forked rank, in its own process."""
+
+    def __init__(self, plan: Plan, backend: str, rank: int, trace: Trace) -> None:
+        self._plan = plan
+        self._backend = backend
+        self._rank = rank
+        self._trace = trace
+
+    def live(self, store: Path, stack: StackFile, send: int, deadline: float | None) -> None:
+        """The whole life of the process; never returns."""
+        report: Report = {"rank": self._rank}
+        status = 1
+        try:
+            die_with_parent()
+            stack.answer_here()
+            self._trace.begin("", "start")
+            torch.set_num_threads(1)
+            _timed(report, lambda report: self._run(report, store, send, deadline))
+            status = 0
+        except BaseException as error:
+            report.setdefault("error", {**_error(error), "traceback": traceback.format_exc()})
+            _send(send, report)
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _run(self, report: Report, store: Path, send: int, deadline: float | None) -> None:
         from spcheck.comm.process import open_world
 
-        def run(report: Report) -> None:
-            device = _device(backend, rank)
-            world = open_world(backend, rank, plan.case.tp, folder, plan.case.timeout * _PATIENCE)
-            run_rank(world, plan, device, report)
-            _send(send, report)  # before the teardown, which a lost peer could block
-            world.close()
+        device = _device(self._backend, self._rank)
+        left = self._plan.case.timeout if deadline is None else max(deadline - time.monotonic(), 0.0)
+        world = open_world(self._backend, self._rank, self._plan.case.tp, store, left + _LATER, self._trace)
+        run_rank(world, self._plan, device, report)
+        _send(send, report)  # before the teardown, which a lost peer could block
+        world.close()
 
-        _timed(report, run)
-        status = 0
-    except BaseException as error:
-        report.setdefault("error", {"type": type(error).__name__, "message": str(error)})
-        _send(send, report)
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+
+def _traces(plan: Plan, file: int) -> list[Trace]:
+    return [Trace(file, index if file >= 0 else 0) for index in range(plan.case.tp)]
+
+
+def _limit(plan: Plan) -> str:
+    return f"no answer within {plan.case.timeout:g} s"
+
+
+def _with_traces(reports: list[Report], traces: Sequence[Trace]) -> list[Report]:
+    """Where a rank failed, what each of them did last."""
+    if any("error" in report for report in reports):
+        for report, trace in zip(reports, traces, strict=True):
+            report["trace"] = trace.read()
+    return reports
+
+
+def _error(error: BaseException) -> dict[str, str]:
+    return {"type": type(error).__name__, "message": str(error)}
 
 
 def _device(backend: str, rank: int) -> str:
@@ -100,68 +173,24 @@ def _device(backend: str, rank: int) -> str:
 
 
 def _timed(report: Report, run: Callable[[Report], None]) -> None:
-    """Runs a rank; a failure is stamped, so that the first of several can be told."""
+    """Runs a rank; a failure is stamped, so that the first of several can be told, and those that follow from it."""
     try:
         run(report)
-    except BaseException:
+    except BaseException as error:
         report["failed_at"] = time.monotonic()
+        report["lost_peer"] = _is_lost_peer(error)
         raise
+
+
+def _is_lost_peer(error: BaseException | None) -> bool:
+    """Whether a rank failed because another did: the backend's error, or one that was raised from it."""
+    while error is not None:
+        if isinstance(error, CollectiveFailed | RankLost):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _send(descriptor: int, report: Report) -> None:
     with os.fdopen(os.dup(descriptor), "wb") as pipe:
         pipe.write(json.dumps(report).encode() + b"\n")
-
-
-class _Reports:
-    """What forked ranks write, read until every pipe is closed; after the first failure the others get a moment."""
-
-    def __init__(self, pipes: dict[int, BinaryIO], children: dict[int, int]) -> None:
-        self._children = children
-        self._data: dict[int, bytes] = dict.fromkeys(pipes, b"")
-        self._reports: dict[int, Report] = {}
-        self._deadline: float | None = None
-        self._selector = DefaultSelector()
-        for rank, pipe in pipes.items():
-            self._selector.register(pipe, EVENT_READ, rank)
-
-    def collect(self) -> list[Report]:
-        """One report per rank, in rank order."""
-        with self._selector:
-            while self._selector.get_map():
-                self._read_some()
-        return [self._reports[rank] for rank in sorted(self._reports)]
-
-    def _read_some(self) -> None:
-        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
-        ready = self._selector.select(left)
-        if not ready:
-            self._kill_the_rest()
-        for key, _ in ready:
-            chunk = os.read(key.fd, 1 << 16)
-            self._data[key.data] += chunk
-            if not chunk:
-                self._selector.unregister(key.fileobj)
-                self._end(key.data)
-
-    def _end(self, rank: int) -> None:
-        report = _finished(rank, self._data[rank], self._children[rank])
-        self._reports[rank] = report
-        if "error" in report and self._deadline is None:
-            self._deadline = time.monotonic() + _GRACE
-
-    def _kill_the_rest(self) -> None:
-        self._deadline = None
-        for rank in set(self._children) - set(self._reports):
-            os.kill(self._children[rank], signal.SIGKILL)
-
-
-def _finished(rank: int, data: bytes, child: int) -> Report:
-    """A rank's report, or what its end says where it left none."""
-    _, status = os.waitpid(child, 0)
-    if data.strip():
-        report: Report = json.loads(data)
-        return report
-    code = os.waitstatus_to_exitcode(status)
-    how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code} and no report"
-    return {"rank": rank, "error": {"type": "RankDied", "message": how}, "failed_at": time.monotonic()}

@@ -16,6 +16,7 @@ from spcheck.merge import ProbeResult, total_choices
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
 from spcheck.printable import printable
+from spcheck.report.failure import failure_lines
 from spcheck.report.probes import probe_lines
 from spcheck.verdict import Comparison, place
 
@@ -35,7 +36,7 @@ def to_text(comparison: Comparison, *, color: bool = False, width: int = 80, ver
             console.print(escape(line))
         if comparison.results:
             console.print(_table(comparison, width))
-        parts = (_contracts, _exactness, _choices, _findings, _verdict)
+        parts = (_contracts, _exactness, _choices, _findings, _failure, _verdict)
         for line in (line for part in parts for line in part(comparison)):
             console.print(line)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
@@ -207,6 +208,10 @@ def _findings(c: Comparison) -> Iterable[str]:
         yield f"[{_STYLES[finding.outcome]}]{finding.kind}[/]  {escape(finding.message)}"
     if len(findings) > _MAX_FINDINGS:
         yield f"... and {len(findings) - _MAX_FINDINGS} more (all are in --json)"
+
+
+def _failure(c: Comparison) -> Iterable[str]:
+    return map(escape, failure_lines(c.failure))
 
 
 def _verdict(c: Comparison) -> Iterable[str]:

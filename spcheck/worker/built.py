@@ -38,7 +38,7 @@ class Built:
         for name, group in self.groups.items():
             inner = world.group(name, range(ranks))
             assert inner is not None, "only a rank of the group has this engine"
-            group.join(inner, records, module)
+            group.join(inner, records, module, world.trace)
 
 
 class EnginePool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spcheck.comm.trace import Trace
 from spcheck.subject import Tap
 
 _KINDS = ("value", "set", "scores", "token", "logits", "work", "keys")
@@ -31,13 +32,14 @@ class Piece:
 
 
 class Capture:
-    """Hooks on one subject. ``pieces`` grows in execution order until :meth:`drain`.
+    """Hooks on one subject. ``pieces`` grows in execution order until :meth:`drain`; a trace follows it live.
 
     Raises:
         TapError: a tap's module does not exist (a ModuleList without a forward never fires either).
     """
 
     def __init__(self, root: nn.Module, taps: Mapping[str, Tap]) -> None:
+        self._trace = Trace()
         self.pieces: list[Piece] = []
         self.fired: set[str] = set()
         self._stack: list[str] = []
@@ -56,13 +58,9 @@ class Capture:
         """The innermost probed module, or module with one below it, whose forward is running."""
         return self._stack[-1] if self._stack else ""
 
-    @property
-    def last_probe(self) -> str | None:
-        """The probe that fired last, for a report on a rank that stopped."""
-        return self.pieces[-1].probe if self.pieces else None
-
-    def start(self) -> None:
-        """Forgets the last case."""
+    def start(self, trace: Trace) -> None:
+        """Forgets the last case, and follows the next one in ``trace``."""
+        self._trace = trace
         self.pieces = []
         self.fired = set()
         self._stack.clear()
@@ -79,12 +77,17 @@ class Capture:
 
     def _track(self, name: str, module: nn.Module) -> None:
         # The push comes first and the pop last, so that a probe's own hook sees its module as the running one.
-        push = module.register_forward_pre_hook(lambda *_: self._stack.append(name), prepend=True)
+        push = module.register_forward_pre_hook(lambda *_: self._push(name), prepend=True)
         pop = module.register_forward_hook(lambda *_: self._pop(), always_call=False)
         self._handles += [push, pop]
 
+    def _push(self, name: str) -> None:
+        self._stack.append(name)
+        self._trace.module(name)
+
     def _pop(self) -> None:
         self._stack.pop()
+        self._trace.module(self.module)
 
     def _watch(self, probe: str, module: nn.Module, tap: Tap) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
@@ -103,6 +106,7 @@ class Capture:
         if not isinstance(value, Tensor):
             raise TapError(f"probe {probe}: no tensor stands at element {tap.index}")
         self.fired.add(probe)
+        self._trace.probe(probe)
         # A clone: a slice would keep its whole storage alive, and fused norms write in place.
         all_keys = tap.kind.startswith("all-keys:")
         kept = self._chosen_keys(probe, tap, value) if all_keys else value.detach().clone()

@@ -31,16 +31,14 @@ def run_rank(world: World, plan: Plan, device: str, report: dict[str, Any], pool
     taken from the ``pool``.
     """
     report["rank"] = world.rank
-    sides: list[Side] = []
     try:
         with torch.inference_mode():
-            _Pair(world, plan, device, report, sides, pool or EnginePool()).run()
+            _Pair(world, plan, device, report, pool or EnginePool()).run()
     except Exception as error:
         report["error"] = {
             "type": type(error).__name__,
             "message": str(error),
             "traceback": traceback.format_exc(),
-            **(sides[-1].where() if sides else {}),
         }
         raise
 
@@ -55,14 +53,11 @@ def token_ids(plan: Plan) -> list[Tensor]:
 class _Pair:
     """One run on one rank."""
 
-    def __init__(
-        self, world: World, plan: Plan, device: str, report: dict[str, Any], sides: list[Side], pool: EnginePool
-    ) -> None:
+    def __init__(self, world: World, plan: Plan, device: str, report: dict[str, Any], pool: EnginePool) -> None:
         self._world = world
         self._plan = plan
         self._tokens = [ids.to(device) for ids in token_ids(plan)]
         self._report = report
-        self._sides = sides
         self._pool = pool
 
     def run(self) -> None:
@@ -105,6 +100,5 @@ class _Pair:
     def _side(self, role: str, subject: str, scheme: str, ranks: int) -> Side:
         side = Side(role, subject, self._plan, scheme, self._world, ranks, self._tokens, self._pool)
         self._report[role] = side.log
-        self._sides.append(side)
         side.start()
         return side

@@ -44,17 +44,19 @@ class Side:
         self._tokens = tokens
         self._pool = pool
         self._key = build_key(subject, scheme, plan, world.rank, ranks, tokens[0].device)
+        self._trace = world.trace
         self._records: list[CollectiveRecord] = []
         self._built: Built | None = None
 
     def start(self) -> None:
         """Builds the subject, or takes a built one, and makes it forget all requests."""
+        self._trace.begin(self.subject, "build")
         self._built = self._pool.take(self._key)
         if self._built is None:
             self._built = build(self.subject, self._plan, self._scheme, self._tokens[0].device, self._groups())
         else:
             self._built.join(self._world, self._ranks, self._records, self._module)
-        self._built.capture.start()
+        self._built.capture.start(self._trace)
         if self._built.snapper:
             self._built.snapper.start()
         self.log["scheme"] = self._built.engine.scheme
@@ -72,6 +74,7 @@ class Side:
 
     def run(self, phase: Phase) -> list[Piece]:
         """One forward of all requests: what the probes held on this rank."""
+        self._trace.begin(self.subject, f"{phase.kind} step {phase.call}")
         case = self._plan.case
         self._ready.padding.expect(phase.real, phase.padded, case.padding_content, case.seed)
         everyone = list(range(len(phase.counts)))
@@ -85,6 +88,7 @@ class Side:
 
     def caches(self) -> dict[Phase, list[Piece]]:
         """All caches: the rows of a cache are the positions it holds, request by request."""
+        self._trace.begin(self.subject, "caches")
         self.log["cached"] = {}
         by_phase: dict[Phase, list[Piece]] = {}
         caches = self._ready.engine.state()
@@ -113,16 +117,6 @@ class Side:
             self.log["not_rounded"] = self._unrounded(built.snapper.silent())
         self._pool.give_back(self._key, built)
 
-    def where(self) -> dict[str, Any]:
-        """What this rank was doing, for a report on a rank that stopped."""
-        last = self._records[-1] if self._records else None
-        return {
-            "subject": self.subject,
-            "module": self._module(),
-            "last_probe": self._built.capture.last_probe if self._built else None,
-            "last_collective": f"{last.kind} {list(last.shape)} on {last.group}" if last else None,
-        }
-
     def _unrounded(self, silent: list[str]) -> list[str]:
         """Snaps that had to fire and did not; those of an MTP layer fire only in its draft steps."""
         ran = {self._plan.mtp_layer(step) for step in range(self._plan.case.mtp_steps)}
@@ -134,7 +128,7 @@ class Side:
         for name in GROUPS:
             inner = self._world.group(name, range(self._ranks))
             assert inner is not None, "only a rank of the group builds the subject"
-            groups[name] = Recorded(inner, self._records, self._module)
+            groups[name] = Recorded(inner, self._records, self._module, self._trace)
         return groups
 
     @property
