@@ -35,7 +35,7 @@ def run_threads(
     Engines that the ``pool`` has are used again. With a ``deadline`` (of ``time.monotonic``) threads that have not
     ended by then are reported and left behind: no thread can be killed, so the caller has to end the process.
     """
-    ranks = _Threads(plan, pool or EnginePool(), traces)
+    ranks = _Threads(plan, traces, pool)
     if deadline is None:
         ranks.run()
     else:
@@ -51,8 +51,8 @@ def run_threads(
 class _Threads:
     """One loopback run. ``reports`` grow while it runs."""
 
-    def __init__(self, plan: Plan, pool: EnginePool, traces: int = -1) -> None:
-        self._pool = pool
+    def __init__(self, plan: Plan, traces: int = -1, pool: EnginePool | None = None) -> None:
+        self._pool = pool or EnginePool()
         self.reports: list[Report] = [{"rank": rank} for rank in range(plan.case.tp)]
         self.traces = _traces(plan, traces)
         self._plan = plan

@@ -31,7 +31,7 @@ def probe_lines(comparison: Comparison, width: int) -> Iterator[str]:
 
 def _bound(numerics: str) -> str:
     if numerics == "exact":
-        return f"exact; before a rounding to the grid within {STEP_BOUND:.0e} of the largest element"
+        return f"exact (a step that rounds: {STEP_BOUND:.0e} of the largest)"
     return f"bound {BOUNDS[numerics]:.0e} of a row's largest element"
 
 

@@ -183,7 +183,7 @@ def _choices(c: Comparison) -> Iterable[str]:
     total = total_choices(c.results)
     if total.compared:
         flips = f"{total.within} flipped within the scores' error, {total.beyond} beyond"
-        yield f"choices      {total.compared} compared, {total.agreeing} alike, {flips}"
+        yield f"choices      {total.agreeing} alike of {total.compared}; {flips}"
 
 
 def _exactness(c: Comparison) -> Iterable[str]:

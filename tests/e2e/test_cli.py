@@ -94,13 +94,15 @@ def test_the_json_document(tmp_path):
     target = tmp_path / "out.json"
     done = spcheck("diff", "--tp", "2", "--tokens", "17", "--backend", "loopback", "--json", str(target))
     assert done.returncode == 0
-    assert "EQUIVALENT, scheme full-sp" in done.stdout
+    assert "EQUAL, scheme full-sp" in done.stdout
     result = json.loads(target.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert result["schema"] == "spcheck.diff/1"
-    assert (result["outcome"], result["scheme"], result["first_divergence"]) == ("EQUIVALENT", "full-sp", None)
+    assert (result["outcome"], result["scheme"], result["first_divergence"]) == ("EQUAL", "full-sp", None)
     assert result["case"].startswith("spcheck diff --tp 2 --tokens 17 --model dsv32-tiny")
-    assert result["activations"]["compared"] == len(result["probes"]) == 152
-    assert 0 < result["activations"]["bitwise_equal"] < 152
+    assert result["activations"]["compared"] == len(result["probes"]) == 190
+    assert result["activations"]["bitwise_equal"] == 190
+    assert result["numerics"]["guard"]["doubts"] == []
+    assert result["choices"]["compared"] == result["choices"]["agreeing"] > 0
     assert result["findings"] == []
     assert result["environment"]["torch"]
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
@@ -108,8 +110,8 @@ def test_the_json_document(tmp_path):
 
 def test_json_on_stdout_leaves_it_to_json():
     done = spcheck("diff", "--tokens", "3", "--backend", "loopback", "--json", "-")
-    assert json.loads(done.stdout)["outcome"] == "EQUIVALENT"
-    assert "EQUIVALENT, scheme full-sp" in done.stderr
+    assert json.loads(done.stdout)["outcome"] == "EQUAL"
+    assert "EQUAL, scheme full-sp" in done.stderr
 
 
 def test_a_required_scheme_that_did_not_run_is_exit_3():
@@ -121,7 +123,7 @@ def test_a_required_scheme_that_did_not_run_is_exit_3():
 def test_a_pass_without_sp_says_so():
     done = spcheck("diff", "--tp", "2", "--tokens", "3", "--backend", "loopback", "--scheme", "tp")
     assert done.returncode == 0
-    assert "EQUIVALENT, scheme tp: SP not exercised" in done.stdout
+    assert "EQUAL, scheme tp: SP not exercised" in done.stdout
 
 
 def test_the_report_fits_80_columns_but_for_sentences():

@@ -26,7 +26,7 @@ def test_this_machine(tmp_path):
     done = doctor("--json", str(tmp_path / "doctor.json"))
     assert (done.returncode, done.stderr) == (0, "")
     for backend in ("loopback", "gloo"):
-        assert "works   EQUIVALENT with 2 ranks in " in line_of(done.stdout, f"{backend} ")
+        assert "works   EQUAL with 2 ranks in " in line_of(done.stdout, f"{backend} ")
     assert "cannot " in line_of(done.stdout, "nccl ")
     assert done.stdout.splitlines()[-1] == "spcheck diff runs here on loopback, gloo."
     assert max(map(len, done.stdout.splitlines())) <= 80

@@ -145,7 +145,7 @@ def test_progress_on_a_terminal_and_nowhere_else():
 def test_quiet_is_one_line():
     done = spcheck(*RUN, "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(r"EQUIVALENT, scheme full-sp  \d+ probes compared, \d+ bitwise equal\n", done.stdout)
+    assert re.fullmatch(r"EQUAL, scheme full-sp  \d+ probes compared, \d+ bitwise equal\n", done.stdout)
     shown, _ = on_a_terminal([*RUN, "-q"], TERM="xterm")
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown).count("\n") == 1
     assert "starting" not in shown
@@ -168,10 +168,12 @@ def test_verbose_shows_every_probe_once_and_fits():
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("repeat")) <= 80
     seen = [line.split()[-1] for line in lines if re.match(r"(ok|DIFFERS|-) +\d+ +\d+ ", line)]
-    assert len(seen) == 182  # 104 of the target step, 30 of each draft step, 18 caches
-    headings = [line.split(",")[0] for line in lines if line.endswith("of a row's largest element")]
+    assert len(seen) == 230  # 132 of the target step, 40 of each draft step, 18 caches
+    headings = [
+        line.split(",")[0] for line in lines if line.endswith("exact (a step that rounds: 4e-15 of the largest)")
+    ]
     assert headings == ["target step", "draft step 0", "draft step 1", "caches after the last step"]
-    assert lines[-1].startswith("EQUIVALENT, scheme full-sp  182 probes compared")
+    assert lines[-1].startswith("EQUAL, scheme full-sp  230 probes compared")
 
 
 def mutated(name):

@@ -126,7 +126,7 @@ class Planned:
 
 def run(plan, backend, deadline):
     if backend == "loopback":
-        return run_threads(plan, deadline)
+        return run_threads(plan, deadline=deadline)
     with meeting_place() as (store, _):
         return run_processes(plan, backend, store, deadline)
 
