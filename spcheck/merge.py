@@ -108,7 +108,8 @@ def _add(result: ProbeResult, row: dict[str, Any], rank: int) -> None:
     for name in ("replica", "reference_replica"):
         if name in row:
             setattr(result, name, row[name])
-    result.straddle = min((s for s in (result.straddle, row.get("straddle")) if s), key=_place, default=None)
+    straddles = [s for s in (result.straddle, row.get("straddle")) if s]
+    result.straddle = min(({"rank": rank, **s} for s in straddles), key=_place, default=None)
     if "choices" in row:
         result.choices = _added(result.choices or ChoiceCounts(), row["choices"])
     if "difference" in row:

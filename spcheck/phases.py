@@ -50,8 +50,16 @@ class Phase:
 
     def owned(self, rank: int, tp: int) -> range:
         """Packed rows that are real and belong to the shard of ``rank``: the rows it compares."""
+        return self._owned.get((rank, tp)) or self._own(rank, tp)
+
+    @cached_property
+    def _owned(self) -> dict[tuple[int, int], range]:
+        return {}
+
+    def _own(self, rank: int, tp: int) -> range:
         m = self.shard_rows(tp)
-        return range(min(rank * m, self.real), min((rank + 1) * m, self.real))
+        own = self._owned[rank, tp] = range(min(rank * m, self.real), min((rank + 1) * m, self.real))
+        return own
 
 
 def phases_of(requests: tuple[int, ...], mtp_steps: int, pad_to: int | None) -> tuple[Phase, ...]:

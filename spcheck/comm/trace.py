@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 OWN_GROUP = "spcheck"
@@ -130,14 +131,21 @@ class Trace:
                 yield entry
 
     def _put(self, at: int, text: str) -> None:
-        data = text.encode(errors="replace")[: _SLOT - _HEADER.size]
-        self._memory[at : at + _HEADER.size + len(data)] = _HEADER.pack(len(data), zlib.crc32(data)) + data
+        packet = _packet(text)
+        self._memory[at : at + len(packet)] = packet
 
     def _get(self, at: int) -> str:
         """The text there, or nothing where it is torn."""
         length, checksum = _HEADER.unpack_from(self._memory, at)
         data = self._memory[at + _HEADER.size : at + min(_HEADER.size + length, _SLOT)]
         return data.decode(errors="replace") if zlib.crc32(data) == checksum else ""
+
+
+@lru_cache(maxsize=1 << 14)
+def _packet(text: str) -> bytes:
+    """As it is written; names of modules and probes come again and again."""
+    data = text.encode(errors="replace")[: _SLOT - _HEADER.size]
+    return _HEADER.pack(len(data), zlib.crc32(data)) + data
 
 
 def _entry(text: str) -> Entry | None:

@@ -48,10 +48,10 @@ class Capture:
         modules = dict(root.named_modules())
         for probe, tap in taps.items():
             _check(probe, tap, modules)
-        for name in sorted({above for tap in taps.values() for above in _ancestry(tap.module)}):
-            self._track(name, modules[name])
-        for probe, tap in taps.items():
-            self._watch(probe, modules[tap.module], tap)
+        watched = {above for tap in taps.values() for above in _ancestry(tap.module)}
+        for name in sorted(watched):
+            here = {probe: tap for probe, tap in taps.items() if tap.module == name}
+            self._watch(name, modules[name], here)
 
     @property
     def module(self) -> str:
@@ -75,31 +75,24 @@ class Capture:
         for handle in self._handles:
             handle.remove()
 
-    def _track(self, name: str, module: nn.Module) -> None:
-        # The push comes first and the pop last, so that a probe's own hook sees its module as the running one.
-        push = module.register_forward_pre_hook(lambda *_: self._push(name), prepend=True)
-        pop = module.register_forward_hook(lambda *_: self._pop(), always_call=False)
-        self._handles += [push, pop]
+    def _watch(self, name: str, module: nn.Module, taps: Mapping[str, Tap]) -> None:
+        """One hook before and one behind a module: each costs more than what it does here."""
+        inputs = [(probe, tap) for probe, tap in taps.items() if tap.side == "in"]
+        outputs = [(probe, tap) for probe, tap in taps.items() if tap.side == "out"]
 
-    def _push(self, name: str) -> None:
-        self._stack.append(name)
-        self._trace.module(name)
-
-    def _pop(self) -> None:
-        self._stack.pop()
-        self._trace.module(self.module)
-
-    def _watch(self, probe: str, module: nn.Module, tap: Tap) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            self._keep(probe, tap, args)
+            self._stack.append(name)
+            self._trace.module(name)
+            for probe, tap in inputs:
+                self._keep(probe, tap, args)
 
         def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._keep(probe, tap, output if isinstance(output, tuple) else (output,))
+            for probe, tap in outputs:
+                self._keep(probe, tap, output if isinstance(output, tuple) else (output,))
+            self._stack.pop()
+            self._trace.module(self.module)
 
-        if tap.side == "in":
-            self._handles.append(module.register_forward_pre_hook(before))
-        else:
-            self._handles.append(module.register_forward_hook(after))
+        self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _keep(self, probe: str, tap: Tap, values: tuple[Any, ...]) -> None:
         value = values[tap.index] if tap.index < len(values) else None

@@ -35,6 +35,9 @@ def measure_choices(expected: Tensor, actual: Tensor, scores: Tensor, own_scores
     A correct candidate takes the best of its own scores. Where these are off by at most e, an id that it took instead
     of another can be worse by 2e at most in the reference's scores: a wider flip is no rounding.
     """
+    if torch.equal(expected, actual):
+        wanted = _mask(expected, scores.shape[1])
+        return Choices(len(expected), len(expected), 0, 0, _least_margin(scores, wanted))
     width = max(scores.shape[1], own_scores.shape[1])
     reference, own = (F.pad(s.double(), (0, width - s.shape[1]), value=-math.inf) for s in (scores, own_scores))
     wanted, taken = _mask(expected, width), _mask(actual, width)

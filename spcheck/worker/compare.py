@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +19,16 @@ from spcheck.subject import Tap
 from spcheck.worker.align import Aligned, owned_rows
 from spcheck.worker.capture import TapError
 from spcheck.worker.choices import Choices, measure_choices
-from spcheck.worker.measure import Difference, measure, measure_sets
+from spcheck.worker.measure import Difference, Pair, measure_all, measure_sets
 from spcheck.worker.replay import is_choice, scores_of
 from spcheck.worker.snap import snap
 
 Values = dict[str, Tensor]
 Row = dict[str, Any]
+_Found = tuple[Difference, int | None, Row]
+"""What was measured, the first row that straddles, and what else there is to say."""
+
+_CACHE = Tap("", "out", 0, "Replicate", "value")
 
 
 class Comparer:
@@ -44,32 +48,38 @@ class Comparer:
         paired = [probe for probe in actual.order if probe in expected.values]
         known = set(paired)
         alone = [probe for probe in (*expected.order, *actual.order) if probe not in known]
+        measured = self._measured(phase, paired, expected.values, actual.values)
         for probe in [*paired, *alone]:
-            tap = self._taps.get(probe) or Tap(probe, "out", 0, "Replicate", "value")
+            tap = self._tap(probe)
             row: Row = {"probe": probe, "phase": phase.kind, "call": phase.call, "kind": tap.family}
-            if probe in expected.values and probe in actual.values:
-                row |= self._measured(probe, tap, phase, expected.values, actual.values)
-            else:
-                row |= {"unpaired": "reference" if probe in expected.values else "candidate"}
+            row |= measured.get(probe) or {"unpaired": "reference" if probe in expected.values else "candidate"}
             row |= _faults(tap, phase, expected.replica_faults.get(probe), actual.replica_faults.get(probe))
             self._report["probes"].append(row)
             if probe.endswith(".mlp.gate.choose.out") and probe in expected.values:
                 self._count_experts(probe, phase, expected.values[probe])
 
-    def _measured(self, probe: str, tap: Tap, phase: Phase, expected: Values, actual: Values) -> Row:
-        owned = owned_rows(tap, phase, self._world.rank, self._world.size)
-        if tap.kind in ("set", "token"):
-            difference, more = self._chosen(probe, expected, actual)
-        else:
-            # A replayed choice stands in the reference's order in both.
-            ids = expected if self._plan.replays else actual
-            e, a = _paired_columns(tap, expected[probe], actual[probe], expected, ids)
-            bound = bound_of(self._numerics, probe)
-            difference = measure(e, a, bound, one_scale=self._one_scale(tap, bound))
-            more = {}
-            if self._plan.grid is not None and difference.unequal_rows and e.shape == a.shape:
-                difference, more = self._after_snap(probe, difference, e, a, owned)
-        return {"difference": vars(difference), **_located(difference, owned), **more}
+    def _measured(self, phase: Phase, probes: Sequence[str], expected: Values, actual: Values) -> dict[str, Row]:
+        """Probe -> what was measured, and where."""
+        found = {p: self._chosen(p, expected, actual) for p in probes if self._tap(p).kind in ("set", "token")}
+        pairs = {p: self._pair(p, expected, actual) for p in probes if p not in found}
+        for (probe, pair), difference in zip(pairs.items(), measure_all(list(pairs.values())), strict=True):
+            found[probe] = self._after_snap(probe, difference, pair)
+        rows = {kind: owned_rows(kind, phase, self._world.rank, self._world.size) for kind in (True, False)}
+        return {
+            probe: {"difference": vars(d), **_located(d, straddle, rows[self._tap(probe).per_request]), **more}
+            for probe, (d, straddle, more) in found.items()
+        }
+
+    def _pair(self, probe: str, expected: Values, actual: Values) -> Pair:
+        """Both sides with the same thing in each column, and the bound."""
+        # A replayed choice stands in the reference's order in both.
+        ids = expected if self._plan.replays else actual
+        e, a = _paired_columns(self._tap(probe), expected[probe], actual[probe], expected, ids)
+        bound = bound_of(self._numerics, probe)
+        return Pair(e, a, bound, one_scale=self._one_scale(self._tap(probe), bound))
+
+    def _tap(self, probe: str) -> Tap:
+        return self._taps.get(probe) or _CACHE
 
     def _one_scale(self, tap: Tap, bound: float) -> bool:
         """Index scores below float64 may cancel within a row; a step of exact numerics is measured as a whole."""
@@ -77,33 +87,27 @@ class Comparer:
             return bound > 0
         return tap.fill < -1 and self._numerics != "float64"
 
-    def _after_snap(
-        self, probe: str, before: Difference, e: Tensor, a: Tensor, owned: list[tuple[int, int]]
-    ) -> tuple[Difference, Row]:
+    def _after_snap(self, probe: str, before: Difference, pair: Pair) -> _Found:
         """Exact numerics: the rows that stay unequal after the snap, and the first that is so for rounding alone."""
         point = point_of(probe)
-        if point is None or self._plan.grid is None:
-            return before, {}
+        if point is None or self._plan.grid is None or not before.unequal_rows or before.rows_over:
+            return before, None, {}
         bits = point.bits(self._plan.grid)
-        unequal = (snap(e, bits) != snap(a, bits)).flatten(1).any(dim=1)
-        after = replace(before, unequal_rows=int(unequal.sum()) if not before.rows_over else before.unequal_rows)
-        if before.rows_over or not after.unequal_rows:
-            return after, {}
-        row = int(unequal.nonzero()[0])
-        request, position = owned[row]
-        return after, {"straddle": {"request": request, "position": position, "rank": self._world.rank}}
+        unequal = (snap(pair.expected, bits) != snap(pair.actual, bits)).any(dim=1).nonzero().flatten()
+        straddle = int(unequal[0]) if len(unequal) else None
+        return replace(before, unequal_rows=len(unequal)), straddle, {}
 
-    def _chosen(self, probe: str, expected: Values, actual: Values) -> tuple[Difference, Row]:
+    def _chosen(self, probe: str, expected: Values, actual: Values) -> _Found:
         """A choice as a set; and where its scores are probed too, by its margin."""
         e, a = expected[probe], actual[probe]
         difference = measure_sets(e, a)
         scores = scores_of(probe)
         if not is_choice(probe, self._taps) or scores not in expected or scores not in actual or not len(e):
-            return difference, {}
+            return difference, None, {}
         choices = measure_choices(e, a, expected[scores], actual[scores])
-        if self._numerics in ("float32", "bfloat16") and difference.rows_over:
+        if self._plan.replays and difference.rows_over:
             difference = _beyond_only(difference, choices)
-        return difference, {"choices": vars(choices)}
+        return difference, None, {"choices": vars(choices)}
 
     def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
         experts = self._plan.config.n_routed_experts
@@ -149,10 +153,10 @@ def _by_id(values: Tensor, ids: Tensor | None) -> Tensor:
     return values.gather(-1, order if values.ndim == 2 else order.unsqueeze(1).expand_as(values))
 
 
-def _located(difference: Difference, owned: list[tuple[int, int]]) -> Row:
+def _located(difference: Difference, straddle: int | None, owned: list[tuple[int, int]]) -> Row:
     """Local rows of a difference as (request, position); a misshapen value has no such row."""
     out: Row = {}
-    for name, row in (("worst", difference.worst_row), ("first", difference.first_over)):
+    for name, row in (("worst", difference.worst_row), ("first", difference.first_over), ("straddle", straddle)):
         if row is not None and row < len(owned):
             request, position = owned[row]
             out[name] = {"request": request, "position": position}

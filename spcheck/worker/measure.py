@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -54,17 +56,55 @@ class Difference:
     histogram: list[tuple[int, int]] = field(default_factory=list)
 
 
-@np.errstate(all="ignore")
-def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool = False) -> Difference:
-    """Compares [rows, width] with [rows, width].
+@dataclass(frozen=True)
+class Pair:
+    """Two values to compare, both [rows, width], and the largest error of a row that passes.
 
-    Equal means ``==``: -0 equals +0, equal infinities are equal, a NaN equals nothing. With ``one_scale`` errors are
-    relative to the largest expected element of all rows: for index scores below float64, sums of terms of either sign,
-    of which a row may hold a single one that almost cancels.
+    With ``one_scale`` errors are relative to the largest expected element of all rows: for index scores below float64,
+    sums of terms of either sign, of which a row may hold a single one that almost cancels.
+    """
+
+    expected: Tensor
+    actual: Tensor
+    bound: float
+    one_scale: bool = False
+
+
+def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool = False) -> Difference:
+    """Compares one pair; see :func:`measure_all`."""
+    return measure_all([Pair(expected, actual, bound, one_scale)])[0]
+
+
+@np.errstate(all="ignore")
+def measure_all(pairs: Sequence[Pair]) -> list[Difference]:
+    """Compares many pairs at once, since a forward has many small ones.
+
+    Equal means ``==``: -0 equals +0, equal infinities are equal, a NaN equals nothing.
 
     float64 is subtracted in float64, all narrower floats in float32: a difference of two such values is exact where
     they are close, else rounded once (6e-8 of itself), and it is 0 only where they are equal.
     """
+    seen = [_look(pair) for pair in pairs]
+    apart = [x for x in seen if isinstance(x, _Apart)]
+    if not apart:
+        return [x for x in seen if isinstance(x, Difference)]
+    judged = iter(_judged(apart))
+    return [next(judged) if isinstance(x, _Apart) else x for x in seen]
+
+
+@dataclass
+class _Apart:
+    """Two values that are not equal, their max|a - e| and max|e| per row."""
+
+    expected: Tensor
+    actual: Tensor
+    bound: float
+    gap: Floats
+    scale: Floats
+
+
+def _look(pair: Pair) -> Difference | _Apart:
+    expected, actual = pair.expected, pair.actual
     if expected.shape != actual.shape:
         return _misshapen(expected, actual)
     if expected.dtype != actual.dtype:
@@ -73,28 +113,45 @@ def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool =
     rows, size = expected.shape[0], expected.numel()
     if size == 0 or (size <= _SMALL and torch.equal(expected, actual)):
         return Difference(rows, 0, 0.0, 0.0)
-    gap, scale = _careful(expected, actual, *_row_maxima(expected, actual, every_scale=one_scale))
-    largest = float(gap.max())
-    if largest == 0:
+    gap, scale = _row_maxima(expected, actual, every_scale=pair.one_scale)
+    if not np.isfinite(gap.sum() + scale.sum()):
+        gap, scale = _careful(expected, actual, gap, scale)
+    if not gap.any():
         return Difference(rows, 0, 0.0, 0.0)
-    error = np.divide(gap, scale.max() if one_scale else scale, out=np.zeros(rows), where=gap > 0)
+    return _Apart(expected, actual, pair.bound, gap, np.full(rows, scale.max()) if pair.one_scale else scale)
+
+
+def _judged(apart: Sequence[_Apart]) -> Iterator[Difference]:
+    """The arithmetic on all rows of all values at once, then a result for each value."""
+    gaps = np.concatenate([x.gap for x in apart])
+    errors = np.divide(gaps, np.concatenate([x.scale for x in apart]), out=np.zeros(len(gaps)), where=gaps > 0)
+    exponents = _exponents(errors)
+    first = 0
+    for x in apart:
+        here = slice(first, first + len(x.gap))
+        yield _difference(x, errors[here], exponents[here])
+        first = here.stop
+
+
+def _difference(x: _Apart, error: Floats, exponents: Rows) -> Difference:
     worst = int(error.argmax())
-    over = (error > bound).nonzero()[0]
-    channel, wanted, got = _worst_element(expected[worst], actual[worst])
+    largest, most = float(x.gap.max()), float(error[worst])
+    over = (error > x.bound).nonzero()[0]
+    channel, wanted, got = _worst_element(x.expected[worst], x.actual[worst])
     return Difference(
-        rows=rows,
-        unequal_rows=int(np.count_nonzero(gap)),
+        rows=len(error),
+        unequal_rows=int(np.count_nonzero(x.gap)),
         max_abs=largest,
-        max_rel=float(error[worst]),
+        max_rel=most,
         worst_row=worst,
         worst_channel=channel,
         worst_expected=wanted,
         worst_actual=got,
         first_over=int(over[0]) if len(over) else None,
         rows_over=len(over),
-        ratio=_ratio(expected, actual, over) if len(over) else None,
-        reference_nan=largest == math.inf and bool(expected.isnan().any()),
-        histogram=_histogram(error[gap > 0]),
+        ratio=_ratio(x.expected, x.actual, over) if len(over) else None,
+        reference_nan=largest == math.inf and bool(x.expected.isnan().any()),
+        histogram=_histogram(exponents[x.gap > 0]),
     )
 
 
@@ -103,6 +160,8 @@ def measure_sets(expected: Tensor, actual: Tensor) -> Difference:
 
     A row's error is the share of its expected ids that the actual set lacks or has beyond it (at most 2).
     """
+    if torch.equal(expected, actual):
+        return Difference(len(expected), 0, 0.0, 0.0)
     width = max(expected.shape[1], actual.shape[1])
     e, a = (_sorted_ids(x, width) for x in (expected, actual))
     if e.shape != a.shape:
@@ -122,7 +181,7 @@ def measure_sets(expected: Tensor, actual: Tensor) -> Difference:
         first_over=unequal[0],
         rows_over=len(unequal),
         note=f"expected {_ids(e[worst])}, got {_ids(a[worst])}",
-        histogram=_histogram(np.array([distance[row] / sizes[row] for row in unequal])),
+        histogram=_histogram(_exponents(np.array([distance[row] / sizes[row] for row in unequal]))),
     )
 
 
@@ -131,9 +190,14 @@ def row_digests(x: Tensor) -> Tensor:
     flat = x.reshape(x.shape[0], -1)
     if flat.is_floating_point():
         flat = (flat + 0.0).contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    generator = torch.Generator().manual_seed(flat.shape[1])
-    odd = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator) * 2 + 1
-    return (flat.long() * odd.to(flat.device)).sum(dim=1)
+    return (flat.long() * _odd_numbers(flat.shape[1]).to(flat.device)).sum(dim=1)
+
+
+@lru_cache(maxsize=512)
+def _odd_numbers(count: int) -> Tensor:
+    """Random ones, the same on every rank."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
 
 
 def _row_maxima(expected: Tensor, actual: Tensor, *, every_scale: bool) -> tuple[Floats, Floats]:
@@ -204,26 +268,32 @@ def _careful(expected: Tensor, actual: Tensor, gap: Floats, scale: Floats) -> tu
 
 
 def _worst_element(expected: Tensor, actual: Tensor) -> tuple[int, float, float]:
-    e, a = (x.double().numpy(force=True) for x in (expected, actual))
+    """Channel and both values of the element of a row that is furthest apart: a NaN is, equal infinities are not."""
+    e, a = (_workable(x, torch.float64).numpy(force=True) for x in (expected, actual))
     gap = np.abs(a - e)
-    gap[np.isnan(gap)] = math.inf
-    gap[e == a] = 0.0
     at = int(gap.argmax())
+    if not math.isfinite(gap[at]):
+        gap[np.isnan(gap)] = math.inf
+        gap[e == a] = 0.0
+        at = int(gap.argmax())
     return at, float(e[at]), float(a[at])
 
 
-def _histogram(errors: Floats) -> list[tuple[int, int]]:
+def _exponents(errors: Floats) -> Rows:
+    """x of the bin from 2**(x - 1) to below 2**x that each error falls into."""
     within = np.minimum(np.maximum(errors, math.ulp(0.0)), sys.float_info.max)  # frexp knows no exponent of 0 and inf
-    exponents = np.frexp(within)[1]
-    lowest = int(exponents.min(initial=1024))
-    counts = np.bincount(exponents - lowest).tolist()
-    return [(lowest + i, rows) for i, rows in enumerate(counts) if rows]
+    exponents: Rows = np.frexp(within)[1]
+    return exponents
+
+
+def _histogram(exponents: Rows) -> list[tuple[int, int]]:
+    return sorted(Counter(exponents.tolist()).items())
 
 
 def _misshapen(expected: Tensor, actual: Tensor) -> Difference:
     note = f"shape {list(actual.shape)} where {list(expected.shape)} was expected"
     rows = expected.shape[0]
-    bins = _histogram(np.full(rows, math.inf))
+    bins = _histogram(_exponents(np.full(rows, math.inf)))
     return Difference(
         rows, rows, math.inf, math.inf, worst_row=0, first_over=0, rows_over=rows, note=note, histogram=bins
     )
