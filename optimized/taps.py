@@ -87,6 +87,7 @@ def _attention(config: ModelConfig, attention: str) -> dict[str, Tap]:
     }
     out[f"{attention}.o_proj.in"] = _value(f"{attention}.o_proj", "Shard(1)", side="in")
     if config.has_indexer:
+        out[f"{attention}.indexer.k_norm.in"] = _value(f"{attention}.indexer.k_norm", "Replicate", side="in")
         out |= _choice(f"{attention}.indexer.choose", "Replicate")
     return out
 

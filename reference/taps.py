@@ -73,6 +73,7 @@ def _attention(prefix: str | None) -> Iterator[tuple[str, Tap]]:
 
 
 def _indexer() -> Iterator[tuple[str, Tap]]:
+    yield "self_attn.indexer.k_norm.in", _in("self_attn.indexer.k_norm")
     for module in ("q_rope", "k_rope", "head_weights"):
         yield f"self_attn.indexer.{module}.out", _out(f"self_attn.indexer.{module}")
     yield "self_attn.indexer.choose.in", _in("self_attn.indexer.choose", kind="scores")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spcheck.comm.trace import collective_text, last_collective
+from spcheck.comm.trace import OWN_GROUP, collective_text, last_collective
 from spcheck.contracts.divergence import Divergence, find_divergence
 
 Report = Mapping[str, Any]
@@ -52,7 +52,27 @@ def explain(reports: Sequence[Report]) -> Failure | None:
     if first is None:
         return None
     states = tuple(_state(report) for report in reports)
-    return Failure(states, first["rank"], first["error"].get("traceback") or "", find_divergence(reports))
+    divergence = find_divergence(reports)
+    shown = _astray(reports, divergence) or first
+    return Failure(states, shown["rank"], shown["error"].get("traceback") or "", divergence)
+
+
+def internal_error(reports: Sequence[Report]) -> tuple[str, str] | None:
+    """Sentence and traceback of a rank on which spcheck itself broke, if that is what failed first."""
+    first = _first(reports)
+    if first is None or not first["error"].get("internal"):
+        return None
+    error = first["error"]
+    return f"rank {first['rank']} raised {error['type']}: {_line(error['message'])}", error["traceback"]
+
+
+def _astray(reports: Sequence[Report], divergence: Divergence | None) -> Report | None:
+    """Where ranks part: the first that is inside a collective of a subject, where the others are in the tool's own."""
+    if divergence is None:
+        return None
+    calls = {rank: call for rank, call in divergence.calls.items() if call and call["group"] != OWN_GROUP}
+    inside = [r for r in reports if r["rank"] in calls and "error" in r]
+    return inside[0] if inside and len(calls) < len(divergence.calls) else None
 
 
 def failure_sentence(reports: Sequence[Report]) -> str | None:
@@ -155,7 +175,7 @@ def _in(report: Report) -> str:
 def _where(trace: Mapping[str, Any]) -> str:
     """``model.layers.2.mlp of optimized.subject, target step 0``."""
     if not trace["subject"]:
-        return "its start" if trace["step"] else ""
+        return {"start": "its start", "": ""}.get(trace["step"], f"spcheck's own {trace['step']}")
     if trace["module"]:
         return f"{trace['module']} of {trace['subject']}, {trace['step']}"
     return f"{trace['subject']}, {trace['step']}"

@@ -42,6 +42,8 @@ def merge_norms(ranks: Sequence[Norms]) -> dict[str, float]:
 
 def _merged(name: str, values: list[float]) -> float:
     divided = name.endswith((".o_proj.in", ".act_fn.out"))
+    if any(map(math.isnan, values)):
+        return math.nan  # max would lose it
     return math.hypot(*values) if divided else max(values)
 
 

@@ -45,6 +45,7 @@ class ProbeResult:
     rows: int = 0
     unequal_rows: int = 0
     rows_over: int = 0
+    bound: float = 0.0
     max_abs: float = 0.0
     max_rel: float = 0.0
     worst: dict[str, Any] | None = None
@@ -121,6 +122,7 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
     result.rows += d["rows"]
     result.unequal_rows += d["unequal_rows"]
     result.rows_over += d["rows_over"]
+    result.bound = max(result.bound, row.get("bound", 0.0))
     for exponent, rows in d.get("histogram", ()):
         result.histogram[exponent] = result.histogram.get(exponent, 0) + rows
     result.max_abs = max(result.max_abs, d["max_abs"])

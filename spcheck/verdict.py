@@ -11,9 +11,9 @@ from spcheck.contracts.check import Breach, Checked, check_collectives, check_ro
 from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.rows import phases_of_probe
 from spcheck.diagnose import hints
-from spcheck.exact import GRIDS, STEP_BOUND
+from spcheck.exact import STEP_BOUND
 from spcheck.failure import Failure, divergence_sentence, explain
-from spcheck.judge import BOUNDS, Finding, Verdict, bound_of, outcome_of
+from spcheck.judge import BOUNDS, Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
 
@@ -43,7 +43,7 @@ class Comparison:
     def wants_coarser_grid(self) -> bool:
         """Whether the grid that was chosen for the model's size left too few bits, and the coarser one may do."""
         e, grid = self.exactness, self.plan.grid
-        return e is not None and grid == GRIDS["A"] and self.plan.case.grid == "auto" and e.overfull
+        return e is not None and grid is not None and grid.name == "A" and self.plan.case.grid == "auto" and e.overfull
 
     @property
     def bitwise_equal(self) -> int:
@@ -59,7 +59,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     exactness = check_exactness(plan, reports)
-    first = _first_over(results)
+    first = _first_over(plan.case.numerics, results)
     broken = explain(reports) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
     if broken and broken.divergence:
@@ -105,7 +105,7 @@ def _size(result: ProbeResult, plan: Plan) -> str:
         return f"the ranks hold different values, first at {where}"
     if result.kind in _CHOICES:
         return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}{_margin(result)}"
-    bound = bound_of(plan.case.numerics, result.probe)
+    bound = result.bound
     rows = f"{result.rows_over} of {result.rows} rows"
     size = f"{result.max_rel:.1e} over bound {bound:.1e} on {rows}, first at {where}"
     w = result.worst or {}
@@ -130,9 +130,14 @@ def place(where: dict[str, Any] | None) -> str:
     return f"request {where['request']} token {where['position']}, rank {where['rank']}"
 
 
-def _first_over(results: Sequence[ProbeResult]) -> ProbeResult | None:
-    """The first probe in execution order whose value is wrong: all that ran before it agreed."""
-    return next((r for r in results if r.over), None)
+def _first_over(numerics: str, results: Sequence[ProbeResult]) -> ProbeResult | None:
+    """The first probe in execution order whose value is wrong: all that ran before it agreed.
+
+    In bfloat16 a value over its bound may be rounding; what no rounding explains is named before it.
+    """
+    over = [r for r in results if r.over]
+    plain = [r for r in over if not (numerics == "bfloat16" and r.kind not in _CHOICES and not _beyond_rounding(r))]
+    return next(iter(plain or over), None)
 
 
 def _value_findings(
@@ -168,7 +173,8 @@ def _outcome_of_first(
     if any(r.straddle is not None for r in until_first):
         return "INCONCLUSIVE", "; a rounding straddle came before, another --seed tells"
     if _rounding_may_explain(numerics, first, exact=exact):
-        return "INCONCLUSIVE", "; a rounding difference may explain it, --numerics exact tells"
+        tells = "see the guard" if numerics == "exact" else "--numerics exact tells"
+        return "INCONCLUSIVE", f"; a rounding difference may explain it, {tells}"
     return "DIVERGED", ""
 
 

@@ -61,6 +61,11 @@ class Trace:
         self._put(_WHERE, self._place)
         self._put(_MODULE, "")
 
+    @property
+    def subject(self) -> str:
+        """The subject whose code runs, "" for the tool itself."""
+        return self._place.partition(_SEPARATOR)[0]
+
     def module(self, name: str) -> None:
         """The innermost watched module that runs."""
         self._put(_MODULE, name)

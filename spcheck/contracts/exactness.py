@@ -28,8 +28,8 @@ class Exactness:
 
     @property
     def overfull(self) -> bool:
-        """Whether a product needs more bits than there are."""
-        return self.tightest is not None and not self.tightest.exact
+        """Whether a product needs more bits than there are, and a coarser grid would need fewer."""
+        return self.tightest is not None and not self.tightest.exact and math.isfinite(self.tightest.bits)
 
 
 def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:

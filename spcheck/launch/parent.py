@@ -18,7 +18,7 @@ from typing import IO, Any
 import spcheck
 from spcheck.case import Case
 from spcheck.errors import HostFailed, UsageError
-from spcheck.failure import failure_sentence
+from spcheck.failure import failure_sentence, internal_error
 from spcheck.launch.examine import examine, trace_file
 from spcheck.launch.files import meeting_place, nameless_file
 from spcheck.launch.stacks import StackFile
@@ -98,6 +98,8 @@ def _listen(
             progress(f"running {case.tp} rank{'s' if case.tp > 1 else ''} on {log.environment['backend']}")
         else:
             log.reports = message["reports"]
+            if internal := internal_error(log.reports):
+                raise HostFailed(*internal)
             log.failure = failure_sentence(log.reports)
             return log
     if log.environment:  # it had begun: what runs in it, the subjects included, took it down

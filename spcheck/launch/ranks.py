@@ -157,7 +157,7 @@ def _with_traces(reports: list[Report], traces: Sequence[Trace]) -> list[Report]
     """Where a rank failed, what each of them did last."""
     if any("error" in report for report in reports):
         for report, trace in zip(reports, traces, strict=True):
-            report["trace"] = trace.read()
+            report.setdefault("trace", trace.read())
     return reports
 
 

@@ -64,6 +64,7 @@ class _Collector:
         self._children = children
         self._open = {child.rank: child for child in children}
         self._reports: dict[int, Report] = {}
+        self._traces: dict[int, Report] = {}
         self._errors: dict[int, Report] = {}  # of ranks that were ended by the host
         self._deadline = deadline
         self._limit = limit
@@ -145,7 +146,8 @@ class _Collector:
             error = {"type": "RankDied", "message": how, "traceback": child.stack.read()}
         # A rank that dies by itself is a cause; one that had to be ended after a failure is not.
         follows = self._failed and child.rank in self._errors
-        return {"rank": child.rank, "error": error, "failed_at": time.monotonic(), "lost_peer": follows}
+        report = {"rank": child.rank, "error": error, "failed_at": time.monotonic(), "lost_peer": follows}
+        return report | ({"trace": self._traces[child.rank]} if child.rank in self._traces else {})
 
     def _end_the_rest(self) -> None:
         """First look at all of them, then ask for stacks, then kill: each step disturbs what the one before saw."""
@@ -160,6 +162,7 @@ class _Collector:
             if not still:
                 child.stack.wait()
             self._errors[child.rank] = overdue(trace, self._limit, stopped=still, stack=child.stack.read())
+            self._traces[child.rank] = trace  # asking for a stack can end a sleep, and the rank would go on
         for child in rest:
             _kill(child)
         self._deadline = time.monotonic() + _LAST_MOMENT

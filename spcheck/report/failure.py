@@ -8,8 +8,11 @@ from spcheck.contracts.divergence import Divergence
 from spcheck.failure import Failure, RankState, call_text
 
 _STACK_LINES = 15
-# Frames that say nothing to the author of a subject: three between any two modules, and those below its collective.
-_MACHINERY = ("torch/nn/modules/module.py", "torch/distributed/", "spcheck/comm/")
+# Frames that say nothing to the author of a subject: three between any two modules, those below its collective, and spcheck's own.
+_MACHINERY = (
+    *("torch/nn/modules/module.py", "torch/distributed/"),
+    *("spcheck/comm/", "spcheck/launch/", "spcheck/worker/"),
+)
 
 
 def failure_lines(failure: Failure | None) -> Iterable[str]:
@@ -50,12 +53,17 @@ def _rank(state: RankState) -> Iterable[str]:
 
 
 def _stack(failure: Failure) -> Iterable[str]:
+    """The last frames that say something, whole ones, without the lines that only underline."""
     title, *lines = failure.stack.rstrip().splitlines()
-    shown = [line for frame in _frames(lines) if not any(part in frame[0] for part in _MACHINERY) for line in frame]
+    lines = [line for line in lines if line.strip(" ^~")]
+    frames = [frame for frame in _frames(lines) if not any(part in frame[0] for part in _MACHINERY)]
+    shown: list[str] = []
+    while frames and len(shown) + len(frames[-1]) <= _STACK_LINES:
+        shown[:0] = frames.pop()
     yield f"rank {failure.first}, {title}"
-    if len(shown) > _STACK_LINES:
+    if frames:
         yield "  ... the whole is in --json"
-    yield from shown[-_STACK_LINES:]
+    yield from shown
 
 
 def _frames(lines: Iterable[str]) -> list[list[str]]:

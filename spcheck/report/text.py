@@ -11,7 +11,6 @@ from rich.table import Table
 
 from spcheck.contracts.check import Checked
 from spcheck.exact import LIMIT
-from spcheck.judge import bound_of
 from spcheck.merge import ProbeResult, total_choices
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
@@ -76,7 +75,8 @@ def _head(c: Comparison) -> Iterable[str]:
     yield escape(
         f"{case.model}  tp {case.tp}  tokens {requests}  {_numerics(c)}  mtp steps {case.mtp_steps}  {backend}"
     )
-    yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
+    alone = " (reference on rank 0 alone)" if c.plan.reference_world < case.tp else ""
+    yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}{alone}"
     if "code" in c.environment:
         yield escape(f"reference and candidate from {c.environment['code']}")
     yield ""
@@ -230,7 +230,7 @@ def _verdict(c: Comparison) -> Iterable[str]:
 def _largest(c: Comparison) -> Iterable[str]:
     worst = max(c.results, key=lambda r: r.max_rel)
     w = worst.worst or {}
-    bound = bound_of(c.plan.case.numerics, worst.probe)
+    bound = worst.bound
     of = "all rows' largest element" if c.plan.grid else "its row"
     yield f"largest      {worst.max_rel:.1e} of {of}, bound {bound:.0e}"
     yield f"             {worst.probe}"

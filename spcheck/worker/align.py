@@ -163,7 +163,7 @@ def _fingerprint(replicas: Mapping[str, Tensor]) -> Tensor:
     for x in replicas.values():
         bits = x.contiguous().view(_INTEGERS[x.element_size()])
         for part in (bits,) if bits.numel() <= _SMALL else (bits.sum(dim=1), bits.sum(dim=0)):
-            checksum = zlib.crc32(part.numpy(force=True), checksum)
+            checksum = zlib.crc32(part.numpy(force=True).data, checksum)
     return torch.tensor([checksum, len(replicas)])
 
 

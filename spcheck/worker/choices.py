@@ -47,7 +47,7 @@ def measure_choices(expected: Tensor, actual: Tensor, scores: Tensor, own_scores
         return Choices(len(expected), len(expected), 0, 0, margin)
     wide = _flip_margin(reference[flipped], wanted[flipped], taken[flipped])
     error = _score_error(reference[flipped], own[flipped])
-    beyond = wide > 2 * error
+    beyond = (wide > 2 * error) | _against_its_own_scores(own[flipped], taken[flipped])
     worst = int(torch.where(beyond, wide, wide - math.inf).argmax()) if bool(beyond.any()) else int(wide.argmax())
     rows = tuple(int(r) for r in flipped[beyond].tolist())
     return Choices(
@@ -77,6 +77,7 @@ def _least_margin(scores: Tensor, chosen: Tensor) -> float | None:
     last = scores.masked_fill(~chosen, math.inf).amin(dim=1)
     best = scores.masked_fill(chosen, -math.inf).amax(dim=1)
     margins = (last - best)[best > -math.inf]
+    margins = margins[~margins.isnan()]
     return float(margins.min()) if len(margins) else None
 
 
@@ -89,7 +90,16 @@ def _flip_margin(scores: Tensor, wanted: Tensor, taken: Tensor) -> Tensor:
     most = scores.masked_fill(~lost, -math.inf).amax(dim=1)
     # Another number of ids, or an id that does not exist, is no near tie.
     uneven = (lost.sum(dim=1) != gained.sum(dim=1)) | taken[:, inside] | (least == -math.inf)
-    return torch.where(uneven, math.inf, most - least).nan_to_num(nan=math.inf)
+    return torch.where(uneven, math.inf, most - least).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _against_its_own_scores(own: Tensor, taken: Tensor) -> Tensor:
+    """[rows]: whether the choice is not the stable top-k of the scores it was made from, whatever their error."""
+    width = own.shape[1]
+    order = own.sort(dim=1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=own.device).expand_as(order))
+    allowed = (taken[:, :width].sum(dim=1, keepdim=True) > rank) & (own > -math.inf)
+    return (allowed != taken[:, :width]).any(dim=1)
 
 
 def _score_error(reference: Tensor, own: Tensor) -> Tensor:

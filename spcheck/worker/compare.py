@@ -66,7 +66,12 @@ class Comparer:
             found[probe] = self._after_snap(probe, difference, pair)
         rows = {kind: owned_rows(kind, phase, self._world.rank, self._world.size) for kind in (True, False)}
         return {
-            probe: {"difference": vars(d), **_located(d, straddle, rows[self._tap(probe).per_request]), **more}
+            probe: {
+                "difference": vars(d),
+                "bound": pairs[probe].bound if probe in pairs else 0.0,
+                **_located(d, straddle, rows[self._tap(probe).per_request]),
+                **more,
+            }
             for probe, (d, straddle, more) in found.items()
         }
 
@@ -75,7 +80,7 @@ class Comparer:
         # A replayed choice stands in the reference's order in both.
         ids = expected if self._plan.replays else actual
         e, a = _paired_columns(self._tap(probe), expected[probe], actual[probe], expected, ids)
-        bound = bound_of(self._numerics, probe)
+        bound = bound_of(self._numerics, probe) * _conditioning(probe, expected)
         return Pair(e, a, bound, one_scale=self._one_scale(self._tap(probe), bound))
 
     def _tap(self, probe: str) -> Tap:
@@ -113,6 +118,18 @@ class Comparer:
         experts = self._plan.config.n_routed_experts
         counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts)
         self._report["expert_rows"].append([probe, phase.call, counts.tolist()])
+
+
+def _conditioning(probe: str, values: Values) -> float:
+    """How much a step may enlarge the rounding of its first operation: for the index key's LayerNorm max|x| / std.
+
+    Centring cancels, so that its relative error grows with the mean; both are of the largest row.
+    """
+    x = values.get(probe.replace(".k_rope.out", ".k_norm.in"))
+    if x is None or not probe.endswith(".indexer.k_rope.out") or not len(x):
+        return 1.0
+    spread = x.std(dim=1, correction=0).clamp(min=torch.finfo(x.dtype).tiny)
+    return max(float((x.abs().amax(dim=1) / spread).max()), 1.0)
 
 
 def _beyond_only(difference: Difference, choices: Choices) -> Difference:

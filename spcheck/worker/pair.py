@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reference.checkpoint import CheckpointError
 from spcheck.comm.interface import World
+from spcheck.errors import SpcheckError
 from spcheck.phases import Phase
 from spcheck.plan import Plan
 from spcheck.subject import load_subject, taps_of
 from spcheck.worker.align import Aligned, align, align_alone
-from spcheck.worker.built import EnginePool
+from spcheck.worker.built import GROUPS, EnginePool
+from spcheck.worker.capture import TapError
 from spcheck.worker.compare import Comparer
 from spcheck.worker.side import Side
 from spcheck.worker.weights import weight_norms
@@ -39,6 +42,8 @@ def run_rank(world: World, plan: Plan, device: str, report: dict[str, Any], pool
             "type": type(error).__name__,
             "message": str(error),
             "traceback": traceback.format_exc(),
+            # What raises while no code of a subject runs is spcheck's own mistake, unless it says what is wrong.
+            "internal": not world.trace.subject and not isinstance(error, SpcheckError | TapError | CheckpointError),
         }
         raise
 
@@ -86,6 +91,8 @@ class _Pair:
         alone = self._plan.reference_world < self._world.size
         complete = align_alone if alone else align
         if alone and self._world.rank > 0:
+            for name in GROUPS:  # making a group takes all ranks of the world
+                self._world.group(name, range(1))
             for phase in (*self._plan.phases, *self._plan.cache_phases):
                 yield phase, align_alone([], {}, phase, self._world)
             return

@@ -50,7 +50,7 @@ class Side:
 
     def start(self) -> None:
         """Builds the subject, or takes a built one, and makes it forget all requests."""
-        self._trace.begin(self.subject, "build")
+        self._trace.begin(self.subject, "build")  # loading weights and putting hooks on is part of it
         self._built = self._pool.take(self._key)
         if self._built is None:
             self._built = build(self.subject, self._plan, self._scheme, self._tokens[0].device, self._groups())
@@ -62,6 +62,7 @@ class Side:
         self.log["scheme"] = self._built.engine.scheme
         case = self._plan.case
         self._built.engine.start([n + max(case.mtp_steps - 1, 0) for n in case.requests])
+        self._trace.begin("", "comparison")
 
     @property
     def taps(self) -> Mapping[str, Tap]:
@@ -84,6 +85,7 @@ class Side:
         finally:
             pieces = self._ready.capture.drain()
             self._note(phase, pieces)
+        self._trace.begin("", "comparison")
         return pieces
 
     def caches(self) -> dict[Phase, list[Piece]]:
@@ -92,6 +94,7 @@ class Side:
         self.log["cached"] = {}
         by_phase: dict[Phase, list[Piece]] = {}
         caches = self._ready.engine.state()
+        self._trace.begin("", "comparison")
         # A collective behind the last forward belongs to none; it shows as surplus of the last one.
         last = next(reversed(self.log["collectives"]))
         self.log["collectives"][last] += [_plain(record) for record in self._records]

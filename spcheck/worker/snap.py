@@ -51,10 +51,12 @@ class Snapper:
                 self._check_operand(name, module, grid.activation)
         for name, parameter in root.named_parameters():
             self._check(f"parameter {name}", parameter, grid.weight)
+        self._off_grid_weight = self.off_grid
 
     def start(self) -> None:
         """Forgets the last case."""
         self.norms = {}
+        self.off_grid = self._off_grid_weight
         self._fired = set()
 
     def silent(self) -> list[str]:

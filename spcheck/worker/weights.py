@@ -13,6 +13,7 @@ from reference.checkpoint import Checkpoint, RandomWeights, TensorReader, check_
 from reference.config import ModelConfig
 from reference.layout import optional_copies
 from spcheck.exact import Grid
+from spcheck.guard import merge_norms
 from spcheck.plan import Plan
 from spcheck.worker.snap import snap
 
@@ -62,7 +63,7 @@ def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
         if len(reader.shape(stored)) == 2:
             module = re.sub(r"\.experts\.\d+\.", ".experts.", name.removesuffix(".weight"))
             weight = reader.tensor(stored).double()
-            norms[module] = max(norms.get(module, 0.0), _largest_norm(weight))
+            norms[module] = merge_norms([{module: _largest_norm(weight)}, {module: norms.get(module, 0.0)}])[module]
             if module.endswith(".kv_b_proj"):
                 heads = weight.view(config.num_attention_heads, -1, weight.shape[1])
                 keys, values = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]

@@ -70,6 +70,7 @@ GLOO = [
     "--tp 2 --tokens 17 --scheme tp --mtp-steps 2 --aux-layers 1,5",
     "--tp 3 --tokens 16 --scheme tp",
     "--tp 2 --tokens 17 --numerics float32",
+    "--tp 3 --requests 5,1,11 --reference-world 1 --mtp-steps 2",
 ]
 
 
@@ -99,8 +100,8 @@ def test_the_json_document(tmp_path):
     assert result["schema"] == "spcheck.diff/1"
     assert (result["outcome"], result["scheme"], result["first_divergence"]) == ("EQUAL", "full-sp", None)
     assert result["case"].startswith("spcheck diff --tp 2 --tokens 17 --model dsv32-tiny")
-    assert result["activations"]["compared"] == len(result["probes"]) == 190
-    assert result["activations"]["bitwise_equal"] == 190
+    assert result["activations"]["compared"] == len(result["probes"]) == 196
+    assert result["activations"]["bitwise_equal"] == 196
     assert result["numerics"]["guard"]["doubts"] == []
     assert result["choices"]["compared"] == result["choices"]["agreeing"] > 0
     assert result["findings"] == []

@@ -36,7 +36,7 @@ def wrong(size=0.5, **values):
 
 
 def row(probe, diff, kind="value", **more):
-    return {"probe": probe, "phase": "target", "call": 0, "kind": kind, "difference": diff, **more}
+    return {"probe": probe, "phase": "target", "call": 0, "kind": kind, "bound": 1e-12, "difference": diff, **more}
 
 
 def reports(*rows_by_rank):
