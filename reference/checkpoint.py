@@ -182,12 +182,14 @@ class RandomWeights:
     """Weights of any config by seed, with a spread that makes every part of the model matter.
 
     Every tensor has a generator of its own, so the order of reading does not matter. All values are
-    representable in bfloat16, which is the stored type. Tensors are kept once they are made.
+    representable in bfloat16, which is the stored type. Tensors are kept once they are made. With ``own_tables`` an
+    MTP layer's embedding and head, in a published file copies of the main ones, have values of their own: one that is
+    read in the place of the other shows.
     """
 
-    def __init__(self, config: ModelConfig, seed: int) -> None:
+    def __init__(self, config: ModelConfig, seed: int, *, own_tables: bool = False) -> None:
         self._shapes = tensor_shapes(config)
-        self._copies = optional_copies(config)
+        self._copies = {} if own_tables else optional_copies(config)
         self._seed = seed
         self._made: dict[str, Tensor] = {}
 

@@ -9,7 +9,7 @@ they fit into the 53 bits of a float64, so no order of summation, no sharding an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reference.config import ModelConfig
 
@@ -18,6 +18,9 @@ LIMIT = 53
 
 STEP_BOUND = 2.0**-48
 """Largest error of a non-linear step before its snap, relative to the largest element: a few roundings of one step."""
+
+SHORT_SUM = 256
+"""Terms up to which a sum inside a step is within the bound; the error of a longer one grows with its terms."""
 
 SMALL_HIDDEN = 1024
 """Up to this hidden size grid A leaves the guard at least a bit of room, even with weights four times as large."""
@@ -46,7 +49,8 @@ GRIDS = {
 class Point:
     """A module at which a value is snapped: elements ``indices`` of its output, or of its positional arguments.
 
-    ``part`` is the field of :class:`Grid`. ``linear`` says that the value is an exact sum already before the snap.
+    ``part`` is the field of :class:`Grid`. ``linear`` says that the value is an exact sum already before the snap,
+    ``sums`` that each element rests on a sum over the whole last axis: of squares, or of exponentials.
     """
 
     module: str
@@ -54,6 +58,7 @@ class Point:
     side: str = "out"
     indices: tuple[int, ...] = (0,)
     linear: bool = False
+    sums: bool = False
 
     @property
     def probe(self) -> str:
@@ -67,19 +72,19 @@ class Point:
 
     def at(self, prefix: str) -> Point:
         """The same point of one layer."""
-        return Point(f"{prefix}.{self.module}", self.part, self.side, self.indices, self.linear)
+        return replace(self, module=f"{prefix}.{self.module}")
 
 
 # Of modules below a layer. A fused norm returns (normed, residual): only its first output is snapped.
 _EVERY_LAYER = (
-    Point("input_layernorm", "activation"),
-    Point("post_attention_layernorm", "activation"),
-    Point("self_attn.q_a_layernorm", "activation"),
-    Point("self_attn.kv_a_layernorm", "activation"),
+    Point("input_layernorm", "activation", sums=True),
+    Point("post_attention_layernorm", "activation", sums=True),
+    Point("self_attn.q_a_layernorm", "activation", sums=True),
+    Point("self_attn.kv_a_layernorm", "activation", sums=True),
     Point("self_attn.q_split", "activation", linear=True),
     Point("self_attn.q_rope", "activation"),
     Point("self_attn.k_rope", "activation"),
-    Point("self_attn.softmax", "probability"),
+    Point("self_attn.softmax", "probability", sums=True),
     Point("self_attn.o_proj", "activation", side="in", linear=True),
 )
 _INDEXER = (
@@ -94,10 +99,10 @@ _MOE = (
     Point("mlp.experts.act_fn", "activation"),
     Point("mlp.shared_experts.act_fn", "activation"),
 )
-_MTP = (Point("shared_head.norm", "activation"),)
-_APART = (Point("enorm", "activation"), Point("hnorm", "activation"))
+_MTP = (Point("shared_head.norm", "activation", sums=True),)
+_APART = (Point("enorm", "activation", sums=True), Point("hnorm", "activation", sums=True))
 _FUSED = (Point("fused_eh_norm", "activation", indices=(0, 1)),)
-_FINAL_NORM = Point("model.norm", "activation")
+_FINAL_NORM = Point("model.norm", "activation", sums=True)
 
 _BY_PROBE = {p.probe: p for p in (*_EVERY_LAYER, *_INDEXER, *_DENSE, *_MOE, *_MTP, *_APART)}
 

@@ -131,6 +131,8 @@ class _Products:
 
     def moe(self, name: str, x: float) -> Iterator[Product]:
         yield self.linear(f"{name}.gate", x)
+        biased = 2 * (1 + self.norms[f"{name}.gate.e_score_correction_bias"])  # a group's score is that of two experts
+        yield self.product(f"{name}.gate biased scores", biased, self.grid.probability)
         yield from self.dense(f"{name}.experts", x)
         expert = self.pending
         yield from self.dense(f"{name}.shared_experts", x)

@@ -147,7 +147,8 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
 
 def _added(counts: ChoiceCounts, c: dict[str, Any]) -> ChoiceCounts:
     margins = [m for m in (counts.margin, c["margin"]) if m is not None]
-    wider = c["flip_margin"] is not None and c["flip_margin"] >= (counts.flip_margin or 0.0)
+    flips = c["flip_margin"] is not None
+    wider = flips and (c["beyond"] > 0, c["flip_margin"]) >= (counts.beyond > 0, counts.flip_margin or 0.0)
     return ChoiceCounts(
         compared=counts.compared + c["compared"],
         agreeing=counts.agreeing + c["agreeing"],

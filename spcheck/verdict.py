@@ -18,6 +18,7 @@ from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
 
 _CHOICES = ("set", "token")
+_MANY = 4  # rows: one or two may be wrong by half in bfloat16, most of many are not
 
 
 @dataclass(frozen=True)
@@ -198,14 +199,16 @@ def _exactness_findings(results: Sequence[ProbeResult], exactness: Exactness | N
             f"grid points, first at {place(straddled.straddle)}; another --seed tells more"
         )
         findings.append(Finding("straddle", "INCONCLUSIVE", message, _at(straddled, straddled.straddle)))
-    for doubt in exactness.doubts if exactness else ():
+    for doubt in exactness.all_doubts if exactness else ():
         findings.append(Finding("guard", "INCONCLUSIVE", f"exactness is not guaranteed: {doubt}"))
     return findings
 
 
 def _beyond_rounding(result: ProbeResult) -> bool:
-    """Ranks that disagree, another shape, a candidate that is not finite: no rounding explains these anywhere."""
-    return result.replica is not None or (math.isinf(result.max_rel) and not result.reference_nan)
+    """Ranks that disagree, another shape, a candidate that is not finite or mostly wrong by half: never rounding."""
+    gross = sum(rows for exponent, rows in result.histogram.items() if exponent >= 0)  # wrong by half and more
+    most = result.kind not in _CHOICES and 2 * gross > result.rows >= _MANY
+    return result.replica is not None or (math.isinf(result.max_rel) and not result.reference_nan) or most
 
 
 def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:

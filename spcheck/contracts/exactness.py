@@ -18,13 +18,21 @@ Reports = Sequence[dict[str, Any]]
 class Exactness:
     """The guard's result: each doubt is a sentence, and any of them keeps a run from passing.
 
-    ``tightest`` is the product that had the least room.
+    ``tightest`` is the product that had the least room. ``doubts`` are about the arithmetic, and excuse a small
+    difference; ``other_doubts`` keep a run from passing and excuse nothing: a candidate's operand off the grid, weights
+    of which rounding leaves nothing.
     """
 
     grid: str
     products: int
     tightest: Product | None
     doubts: tuple[str, ...]
+    other_doubts: tuple[str, ...] = ()
+
+    @property
+    def all_doubts(self) -> tuple[str, ...]:
+        """Of both kinds."""
+        return (*self.doubts, *self.other_doubts)
 
     @property
     def overfull(self) -> bool:
@@ -42,8 +50,11 @@ def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     longest = max(plan.case.requests) + max(plan.case.mtp_steps - 1, 0)
     made = products(plan.config, plan.grid, merged, longest)
     doubts = [_doubt(p, plan.grid) for p in made if not p.exact]
+    doubts += dict.fromkeys(_operands("reference", reports, plan.grid))
+    vacuous = [*_vacuous(reports, plan.grid), *(f"{name} is all zero after rounding" for name in _zeros(norms))]
+    strayed = dict.fromkeys(_operands("candidate", reports, plan.grid))
     tightest = max(made, key=lambda p: p.bits)
-    return Exactness(plan.grid.name, len(made), tightest, (*doubts, *dict.fromkeys(_operands(plan, reports))))
+    return Exactness(plan.grid.name, len(made), tightest, tuple(doubts), (*vacuous, *strayed))
 
 
 def _doubt(product: Product, grid: Grid) -> str:
@@ -52,11 +63,25 @@ def _doubt(product: Product, grid: Grid) -> str:
     return f"{product.name} needs up to {product.bits:.1f} bits on grid {grid.name}, and a float64 holds {LIMIT}"
 
 
-def _operands(plan: Plan, reports: Reports) -> Iterator[str]:
-    for report in reports:
-        for side in ("reference", "candidate"):
-            log = report.get(side, {})
-            if log.get("off_grid"):
-                yield f"{side}: {log['off_grid']} is off the grid {plan.grid and plan.grid.name}"
-            for name in log.get("not_rounded", ()):
-                yield f"{side}: {name} never passed its rounding"
+def _operands(side: str, reports: Reports, grid: Grid) -> Iterator[str]:
+    for log in (report.get(side, {}) for report in reports):
+        if log.get("off_grid"):
+            yield f"{side}: {log['off_grid']} is off the grid {grid.name}"
+        for name in log.get("not_rounded", ()):
+            yield f"{side}: {name} never passed its rounding"
+
+
+def _vacuous(reports: Reports, grid: Grid) -> list[str]:
+    """The worst of the weights of which rounding leaves little."""
+    lost = {name: part for report in reports for name, part in report.get("lost_weights", {}).items()}
+    if not lost:
+        return []
+    worst = max(lost, key=lambda name: lost[name])
+    more = f", and {len(lost) - 1} more weights" if len(lost) > 1 else ""
+    return [f"grid {grid.name} takes {lost[worst]:.0%} of {worst}{more}: what they do was not tested"]
+
+
+def _zeros(norms: Sequence[dict[str, float] | None]) -> list[str]:
+    """Activations of the reference that were rounded to nothing on every rank."""
+    known = [n for n in norms if n]
+    return sorted(name for name in known[0] if all(n.get(name) == 0.0 for n in known))

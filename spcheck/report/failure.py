@@ -8,7 +8,8 @@ from spcheck.contracts.divergence import Divergence
 from spcheck.failure import Failure, RankState, call_text
 
 _STACK_LINES = 15
-# Frames that say nothing to the author of a subject: three between any two modules, those below its collective, and spcheck's own.
+# Frames that say nothing to the author of a subject: three between any two modules, those below its collective, and
+# spcheck's own.
 _MACHINERY = (
     *("torch/nn/modules/module.py", "torch/distributed/"),
     *("spcheck/comm/", "spcheck/launch/", "spcheck/worker/"),

@@ -189,7 +189,7 @@ def _choices(c: Comparison) -> Iterable[str]:
 def _exactness(c: Comparison) -> Iterable[str]:
     e = c.exactness
     if e is not None and e.tightest is not None:
-        state = "[red]BROKEN[/]" if e.doubts else "kept  "
+        state = "[red]BROKEN[/]" if e.all_doubts else "kept  "
         yield f"exactness    {state}  {e.products} products of at most {e.tightest.bits:.1f} of {LIMIT} bits"
         yield f"             tightest: {escape(e.tightest.name)}"
 

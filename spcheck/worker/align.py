@@ -17,7 +17,7 @@ from spcheck.comm.interface import World
 from spcheck.phases import Phase
 from spcheck.subject import Tap
 from spcheck.worker.capture import Piece
-from spcheck.worker.measure import row_digests
+from spcheck.worker.measure import mixed, row_digests
 
 _REPLICAS = "#replicas"
 _SMALL = 2**13  # elements
@@ -162,6 +162,8 @@ def _fingerprint(replicas: Mapping[str, Tensor]) -> Tensor:
     checksum = 0
     for x in replicas.values():
         bits = x.contiguous().view(_INTEGERS[x.element_size()])
+        if bits.numel() > _SMALL:
+            bits = mixed(bits)
         for part in (bits,) if bits.numel() <= _SMALL else (bits.sum(dim=1), bits.sum(dim=0)):
             checksum = zlib.crc32(part.numpy(force=True).data, checksum)
     return torch.tensor([checksum, len(replicas)])

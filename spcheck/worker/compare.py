@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spcheck.comm.interface import World
-from spcheck.exact import point_of
+from spcheck.exact import SHORT_SUM, point_of
 from spcheck.judge import bound_of
 from spcheck.phases import Phase
 from spcheck.plan import Plan
@@ -80,17 +80,15 @@ class Comparer:
         # A replayed choice stands in the reference's order in both.
         ids = expected if self._plan.replays else actual
         e, a = _paired_columns(self._tap(probe), expected[probe], actual[probe], expected, ids)
-        bound = bound_of(self._numerics, probe) * _conditioning(probe, expected)
-        return Pair(e, a, bound, one_scale=self._one_scale(self._tap(probe), bound))
+        bound = bound_of(self._numerics, probe)
+        if self._numerics == "exact":
+            return Pair(e, a, bound * _conditioning(probe, expected), one_scale=bound > 0)
+        # Rows of few heads or logits may cancel like scores.
+        one_scale = probe.endswith(".head_weights.out") or (self._tap(probe).fill < -1 and self._plan.replays)
+        return Pair(e, a, bound, one_scale=one_scale, scale=_score_scale(probe, expected))
 
     def _tap(self, probe: str) -> Tap:
         return self._taps.get(probe) or _CACHE
-
-    def _one_scale(self, tap: Tap, bound: float) -> bool:
-        """Index scores below float64 may cancel within a row; a step of exact numerics is measured as a whole."""
-        if self._numerics == "exact":
-            return bound > 0
-        return tap.fill < -1 and self._numerics != "float64"
 
     def _after_snap(self, probe: str, before: Difference, pair: Pair) -> _Found:
         """Exact numerics: the rows that stay unequal after the snap, and the first that is so for rounding alone."""
@@ -121,15 +119,34 @@ class Comparer:
 
 
 def _conditioning(probe: str, values: Values) -> float:
-    """How much a step may enlarge the rounding of its first operation: for the index key's LayerNorm max|x| / std.
+    """How much larger than a step's bound the error of a correct step can be, for its own inputs.
 
-    Centring cancels, so that its relative error grows with the mean; both are of the largest row.
+    The error of a long sum grows with its terms: the rigorous n 2^-53 is eight times this. The LayerNorm of the index
+    key centres its input, which cancels: its error grows with max|x| / std of the input.
     """
+    point = point_of(probe)
+    if point is not None and point.sums:
+        return max(values[probe].shape[-1] / SHORT_SUM, 1.0)
     x = values.get(probe.replace(".k_rope.out", ".k_norm.in"))
     if x is None or not probe.endswith(".indexer.k_rope.out") or not len(x):
         return 1.0
     spread = x.std(dim=1, correction=0).clamp(min=torch.finfo(x.dtype).tiny)
     return max(float((x.abs().amax(dim=1) / spread).max()), 1.0)
+
+
+def _score_scale(probe: str, values: Values) -> Tensor | None:
+    """[rows]: what the rounding of an index score is relative to, since its terms are of either sign and may cancel.
+
+    Sum over heads of |g| |q|, times the largest |k|; None where that was not probed.
+    """
+    prefix = probe.removesuffix("choose.in")
+    parts = [values.get(f"{prefix}{name}.out") for name in ("head_weights", "q_rope", "k_rope")]
+    g, q, k = parts
+    if not probe.endswith(".indexer.choose.in") or g is None or q is None or k is None or not len(k):
+        return None
+    heads = torch.linalg.vector_norm(q.double().view(*g.shape, -1), dim=-1)
+    scale: Tensor = (g.double().abs() * heads).sum(dim=1) * torch.linalg.vector_norm(k.double(), dim=-1).max()
+    return scale
 
 
 def _beyond_only(difference: Difference, choices: Choices) -> Difference:

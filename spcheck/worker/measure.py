@@ -60,14 +60,15 @@ class Difference:
 class Pair:
     """Two values to compare, both [rows, width], and the largest error of a row that passes.
 
-    With ``one_scale`` errors are relative to the largest expected element of all rows: for index scores below float64,
-    sums of terms of either sign, of which a row may hold a single one that almost cancels.
+    Errors are relative to a row's largest expected element; with ``one_scale`` to that of all rows; with ``scale``
+    [rows] to that, for sums of terms of either sign, of which a row may hold a single one that almost cancels.
     """
 
     expected: Tensor
     actual: Tensor
     bound: float
     one_scale: bool = False
+    scale: Tensor | None = None
 
 
 def measure(expected: Tensor, actual: Tensor, bound: float, *, one_scale: bool = False) -> Difference:
@@ -118,6 +119,8 @@ def _look(pair: Pair) -> Difference | _Apart:
         gap, scale = _careful(expected, actual, gap, scale)
     if not gap.any():
         return Difference(rows, 0, 0.0, 0.0)
+    if pair.scale is not None:
+        scale = pair.scale.double().numpy(force=True)
     return _Apart(expected, actual, pair.bound, gap, np.full(rows, scale.max()) if pair.one_scale else scale)
 
 
@@ -190,7 +193,13 @@ def row_digests(x: Tensor) -> Tensor:
     flat = x.reshape(x.shape[0], -1)
     if flat.is_floating_point():
         flat = (flat + 0.0).contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    return (flat.long() * _odd_numbers(flat.shape[1]).to(flat.device)).sum(dim=1)
+    return (mixed(flat) * _odd_numbers(flat.shape[1]).to(flat.device)).sum(dim=1)
+
+
+def mixed(bits: Tensor) -> Tensor:
+    """Integers as int64 with their high bits folded into the low ones: in a sum two flipped signs would cancel."""
+    wide = bits.long()
+    return wide ^ (wide >> 31)
 
 
 @lru_cache(maxsize=512)

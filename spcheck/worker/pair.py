@@ -21,7 +21,7 @@ from spcheck.worker.built import GROUPS, EnginePool
 from spcheck.worker.capture import TapError
 from spcheck.worker.compare import Comparer
 from spcheck.worker.side import Side
-from spcheck.worker.weights import weight_norms
+from spcheck.worker.weights import lost_weights, weight_norms
 
 REFERENCE = "reference.subject"
 CANDIDATE = "optimized.subject"
@@ -49,10 +49,21 @@ def run_rank(world: World, plan: Plan, device: str, report: dict[str, Any], pool
 
 
 def token_ids(plan: Plan) -> list[Tensor]:
-    """The new tokens of each request; a longer request with the same seed starts with the same tokens."""
-    vocab = plan.config.vocab_size
-    streams = [np.random.default_rng([plan.case.seed, i]) for i in range(len(plan.case.requests))]
-    return [torch.from_numpy(s.integers(0, vocab, n)) for s, n in zip(streams, plan.case.requests, strict=True)]
+    """The new tokens of each request; a longer request with the same seed starts with the same tokens.
+
+    One in four is the first or last of a rank's part of the vocabulary, where an index is most easily off by one.
+    """
+    vocab, tp = plan.config.vocab_size, plan.case.tp
+    part = -(-vocab // tp)
+    edges = sorted({min(token, vocab - 1) for rank in range(tp) for token in (rank * part, (rank + 1) * part - 1)})
+    return [
+        _tokens(np.random.default_rng([plan.case.seed, i]), n, vocab, edges) for i, n in enumerate(plan.case.requests)
+    ]
+
+
+def _tokens(random: np.random.Generator, count: int, vocab: int, edges: list[int]) -> Tensor:
+    drawn = [(random.integers(0, vocab), random.random() < 0.25, random.choice(edges)) for _ in range(count)]
+    return torch.tensor([int(edge if at_edge else token) for token, at_edge, edge in drawn])
 
 
 class _Pair:
@@ -84,7 +95,8 @@ class _Pair:
             compare(phase, expected.get(phase, Aligned()), seen)
         candidate.finish()
         if self._plan.grid is not None:
-            self._report["weight_norms"] = weight_norms(self._plan, self._world.rank, self._world.size)
+            mine = self._plan, self._world.rank, self._world.size
+            self._report |= {"weight_norms": weight_norms(*mine), "lost_weights": lost_weights(*mine)}
 
     def _reference(self) -> Iterator[tuple[Phase, Aligned]]:
         """Every forward and the caches of the reference, complete on the rank that owns the rows."""

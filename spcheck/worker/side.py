@@ -78,6 +78,9 @@ class Side:
         self._trace.begin(self.subject, f"{phase.kind} step {phase.call}")
         case = self._plan.case
         self._ready.padding.expect(phase.real, phase.padded, case.padding_content, case.seed)
+        if self._ready.snapper and self._ready.packed:
+            mine = len(phase.owned(self._world.rank, self._ranks))
+            self._ready.snapper.expect({phase.padded: phase.real, phase.shard_rows(self._ranks): mine})
         everyone = list(range(len(phase.counts)))
         try:
             for requests in [everyone] if self._ready.packed else [[r] for r in everyone]:

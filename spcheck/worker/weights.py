@@ -17,6 +17,9 @@ from spcheck.guard import merge_norms
 from spcheck.plan import Plan
 from spcheck.worker.snap import snap
 
+MOST_LOST = 0.25
+"""Of a weight's norm; more, and a run on the grid says little about it."""
+
 
 def open_weights(plan: Plan) -> TensorReader:
     """A reader of the published tensor names, in the stored type; in exact mode float64 on the plan's grid.
@@ -47,6 +50,22 @@ class Snapped:
         """A tensor, float64."""
         return snap(self._stored.tensor(name).double(), self._bits)
 
+    def lost(self, name: str) -> float:
+        """The part of a tensor's norm that rounding takes away or adds: 1 where all of it becomes zero."""
+        stored = self._stored.tensor(name).double()
+        size = float(torch.linalg.vector_norm(stored))
+        return float(torch.linalg.vector_norm(stored - snap(stored, self._bits))) / size if size else 0.0
+
+
+@lru_cache(maxsize=64)
+def lost_weights(plan: Plan, rank: int, size: int) -> dict[str, float]:
+    """Of the tensors that fall to a rank those of which the grid leaves little: what they do was not tested."""
+    reader = open_weights(plan)
+    if not isinstance(reader, Snapped):
+        return {}
+    lost = {name: reader.lost(name) for name in sorted(reader.names())[rank::size]}
+    return {name: part for name, part in lost.items() if part > MOST_LOST}
+
 
 @lru_cache(maxsize=64)
 def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
@@ -60,6 +79,8 @@ def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
     present, copies = set(reader.names()), optional_copies(config)
     for name in sorted(present | copies.keys())[rank::size]:
         stored = name if name in present else copies[name]
+        if name.endswith(".e_score_correction_bias"):
+            norms[name] = float(reader.tensor(stored).double().abs().max())
         if len(reader.shape(stored)) == 2:
             module = re.sub(r"\.experts\.\d+\.", ".experts.", name.removesuffix(".weight"))
             weight = reader.tensor(stored).double()
@@ -79,7 +100,7 @@ def _largest_norm(rows: Tensor) -> float:
 @lru_cache(maxsize=1)
 def _random_weights(config: ModelConfig, seed: int) -> RandomWeights:
     """One reader for all ranks that are threads, and for cases of one model that follow each other."""
-    return RandomWeights(config, seed)
+    return RandomWeights(config, seed, own_tables=True)
 
 
 def check_weights(plan: Plan) -> None:

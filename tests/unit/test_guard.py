@@ -1,0 +1,154 @@
+"""The guard's bounds against the true sums, with whole numbers, on a model whose weights are made to be awkward."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import spcheck.worker.weights
+from spcheck.case import Case
+from spcheck.contracts.exactness import check_exactness
+from spcheck.exact import GRIDS
+from spcheck.guard import Product, merge_norms, products
+from spcheck.launch.ranks import run_threads
+from spcheck.plan import make_plan
+from spcheck.verdict import conclude
+from spcheck.worker.snap import snap
+from tests.conftest import compare_case
+
+CASE = {"tp": 2, "requests": (17, 4), "mtp_steps": 2, "backend": "loopback"}
+
+
+@pytest.fixture
+def scaled(monkeypatch):
+    """Weights larger by a gain, with rows and columns that stand out; caches of norms know nothing of it."""
+    plain = spcheck.worker.weights.Snapped.tensor
+
+    def use(gain=1.0, outliers=False, only=""):
+        def tensor(self, name):
+            x = plain(self, name)
+            if x.ndim < 2 or only not in name:
+                return x
+            x = x * gain
+            if outliers:
+                x[:, ::17] *= 6
+                x[::13] *= 3
+            return snap(x, self._bits)
+
+        monkeypatch.setattr(spcheck.worker.weights.Snapped, "tensor", tensor)
+        spcheck.worker.weights.weight_norms.cache_clear()
+
+    yield use
+    spcheck.worker.weights.weight_norms.cache_clear()
+
+
+def watched(monkeypatch, plan):
+    """The largest sum of positive terms, or of negative ones, of every linear product of the reference."""
+    largest = {}
+    plain = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        for name in names_of.get(weight.data_ptr(), ()):
+            parts = x.clamp(min=0) @ weight.clamp(min=0).T + x.clamp(max=0) @ weight.clamp(max=0).T
+            largest[name] = max(largest.get(name, 0.0), float(parts.max()))
+        return plain(x, weight, bias)
+
+    names_of = {}
+    original = spcheck.worker.built.Snapper.__init__
+
+    def remember(self, root, config, grid, *, watch):
+        original(self, root, config, grid, watch=watch)
+        if watch:  # the reference, whose modules have the published names
+            for name, parameter in root.named_parameters():
+                short = re.sub(r"\.experts\.\d+\.", ".experts.", name.removesuffix(".weight"))
+                names_of.setdefault(parameter.data_ptr(), []).append(short)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    monkeypatch.setattr(spcheck.worker.built.Snapper, "__init__", remember)
+    reports = run_threads(plan)
+    return reports, largest
+
+
+@pytest.mark.parametrize("gain", [1.0, 4.0])
+@pytest.mark.parametrize("outliers", [False, True])
+def test_no_sum_of_a_product_is_larger_than_its_bound(gain, outliers, scaled, monkeypatch):
+    scaled(gain, outliers)
+    plan = make_plan(Case(**CASE))
+    reports, largest = watched(monkeypatch, plan)
+    norms = merge_norms([r["reference"]["norms"] for r in reports]) | merge_norms([r["weight_norms"] for r in reports])
+    made = {p.name: p for p in products(plan.config, plan.grid, norms, 21)}
+    unit = plan.grid.activation + plan.grid.weight
+    checked = [name for name in largest if name in made]
+    assert len(checked) > 60
+    for name in checked:
+        needed = math.log2(largest[name]) + unit
+        assert needed <= made[name].bits < needed + 8, name
+    fits = all(p.exact for p in made.values())
+    assert conclude(plan, reports, {}, None).verdict.outcome == ("EQUAL" if fits else "INCONCLUSIVE")
+
+
+def table(**changes):
+    """Bits of one layer's products where every norm is 8, unless it says otherwise."""
+    plan = make_plan(Case(**CASE))
+    norms = dict.fromkeys(_names(plan), 8.0) | changes
+    return {p.name: p.bits for p in products(plan.config, GRIDS["A"], norms, 17)}, plan.config
+
+
+def _names(plan):
+    report = run_threads(plan)[0]
+    return [*report["reference"]["norms"], *spcheck.worker.weights.weight_norms(plan, 0, 1)]
+
+
+def test_units_and_bounds_of_the_other_products_by_hand():
+    bits, config = table()
+    layer = "model.layers.2"
+    assert bits[f"{layer}.self_attn.q_a_proj"] == 6 + 26
+    assert bits[f"{layer}.self_attn q.k"] == math.log2(8**3 + 8**2) + 40
+    assert bits[f"{layer}.self_attn p.v"] == pytest.approx(6 + 46, abs=1e-4)
+    assert bits[f"{layer}.self_attn.indexer scores"] == math.log2(math.sqrt(config.index_n_heads) * 8**3) + 34
+    combine = (
+        2 * 8 * 8**2 + 8**2
+    )  # sqrt(4 experts) times the weights' norm times an expert's output, and the shared one
+    assert bits[f"{layer}.mlp combine"] == math.log2(combine) + 38
+    assert bits["model.layers.0.input_layernorm.in residual"] == 3 + 26
+    assert bits["model.layers.0.post_attention_layernorm.in residual"] == math.log2(8 + 64) + 26
+    assert bits["model.layers.3.input_layernorm.in residual"] == math.log2(8 + combine) + 38
+    assert bits["model.layers.5.eh_proj"] == math.log2(math.hypot(8, 8) * 8) + 26
+
+
+def test_divided_channels_add_up_in_squares_and_nan_is_not_lost():
+    ranks = [{"a.o_proj.in": 3.0, "a.norm.out": 3.0}, {"a.o_proj.in": 4.0, "a.norm.out": 4.0}]
+    assert merge_norms(ranks) == {"a.o_proj.in": 5.0, "a.norm.out": 4.0}
+    assert math.isnan(merge_norms([{"a": 1.0}, {"a": math.nan}])["a"])
+    assert not Product("a", math.inf).exact
+
+
+def test_what_was_not_measured_has_no_bound():
+    plan = make_plan(Case(**CASE))
+    assert all(not p.exact for p in products(plan.config, GRIDS["A"], {}, 17) if "biased" not in p.name)
+
+
+@pytest.mark.parametrize(("only", "gain"), [(".experts.", 1e-4), ("_proj", 1e-5)])
+def test_weights_that_rounding_takes_away_were_not_tested(only, gain, monkeypatch):
+    """Every probe is equal, since all that passes is zero: that is no proof."""
+    stored = spcheck.worker.weights.RandomWeights.tensor
+
+    def tensor(self, name):
+        x = stored(self, name)
+        return x * gain if only in name else x
+
+    spcheck.worker.weights._random_weights.cache_clear()
+    spcheck.worker.weights.lost_weights.cache_clear()
+    monkeypatch.setattr(spcheck.worker.weights.RandomWeights, "tensor", tensor)
+    comparison = compare_case(Case(**CASE))
+    monkeypatch.undo()
+    for cache in ("_random_weights", "lost_weights", "weight_norms"):
+        getattr(spcheck.worker.weights, cache).cache_clear()
+    assert comparison.verdict.outcome == "INCONCLUSIVE"
+    assert any("what they do was not tested" in f.message for f in comparison.verdict.findings)
+
+
+def test_an_unfinished_run_has_no_guard():
+    plan = make_plan(Case(**CASE))
+    assert check_exactness(plan, [{"rank": 0}, {"rank": 1}]) is None
