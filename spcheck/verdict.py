@@ -108,7 +108,8 @@ def _size(result: ProbeResult, plan: Plan) -> str:
         return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}{_margin(result)}"
     bound = result.bound
     rows = f"{result.rows_over} of {result.rows} rows"
-    size = f"{result.max_rel:.1e} over bound {bound:.1e} on {rows}, first at {where}"
+    limit = f"over bound {bound:.1e}" if bound else "where every bit must be equal,"
+    size = f"{result.max_rel:.1e} {limit} on {rows}, first at {where}"
     w = result.worst or {}
     if w.get("channel") is None:
         return size

@@ -103,11 +103,9 @@ def _table(c: Comparison, width: int) -> Table:
 
 def _fitted(at: str, room: int) -> str:
     """The place and the end of the probe's name: beginnings are alike, ends are not."""
-    row, _, probe = at.rpartition(" ")
-    while len(at) > room and "." in probe:
-        probe = probe.partition(".")[2]
-        at = f"{row} …{probe}"
-    return at
+    row, space, probe = at.rpartition(" ")
+    left = room - len(row) - len(space)
+    return at if len(probe) <= left else f"{row}{space}…{probe[len(probe) - left + 1 :]}"
 
 
 def _groups(c: Comparison) -> list[tuple[str, list[ProbeResult]]]:
@@ -184,6 +182,10 @@ def _choices(c: Comparison) -> Iterable[str]:
     if total.compared:
         flips = f"{total.within} flipped within the scores' error, {total.beyond} beyond"
         yield f"choices      {total.agreeing} alike of {total.compared}; {flips}"
+        margins = [(r.choices.margin, r.probe) for r in c.results if r.choices and r.choices.margin is not None]
+        if margins:
+            margin, probe = min(margins)
+            yield f"             closest call: {margin:.1e} in {escape(probe)}"
 
 
 def _exactness(c: Comparison) -> Iterable[str]:

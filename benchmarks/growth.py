@@ -1,0 +1,65 @@
+"""How the time and the memory of a case grow with tokens, layers and ranks (loopback, one process, one thread).
+
+python benchmarks/growth.py [tokens] [layers] [ranks]     (all three without a word)
+
+Every case runs in a process of its own: its peak memory is that of nothing else.
+"""
+
+import json
+import subprocess
+import sys
+
+# Sizes that sixteen ranks can divide.
+SIXTEEN = (("num_attention_heads", 16), ("n_routed_experts", 32), ("moe_intermediate_size", 64))
+SWEEPS = {
+    "tokens": [(f"{n} tokens", {"requests": (n,)}) for n in (17, 64, 256, 1024, 4096)],
+    "layers": [(f"{n} layers", {"overrides": (("num_hidden_layers", n),)}) for n in (5, 15, 30, 61)],
+    "ranks": [(f"{n} ranks", {"tp": n, "overrides": SIXTEEN}) for n in (1, 2, 4, 8, 16)],
+}
+CASE = """
+import json, resource, sys, time, torch
+torch.set_num_threads(1)
+from spcheck.case import Case
+from spcheck.launch.parent import failure_sentence
+from spcheck.launch.ranks import run_threads
+from spcheck.plan import make_plan
+from spcheck.verdict import conclude
+from spcheck.worker.built import EnginePool
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+plan = make_plan(Case.from_json(json.loads(sys.argv[1])))
+pool = EnginePool(limit=64)
+run_threads(plan, pool)
+start = time.perf_counter()
+reports = run_threads(plan, pool)
+seconds = time.perf_counter() - start
+outcome = conclude(plan, reports, {}, failure_sentence(reports)).verdict.outcome
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([seconds, (peak - before) / 1024, outcome]))
+"""
+
+
+def measured(options):
+    from spcheck.case import Case
+
+    case = Case(**{"requests": (17,), "tp": 2, "backend": "loopback", **options})
+    done = subprocess.run(
+        [sys.executable, "-c", CASE, json.dumps(case.to_json())], capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def main():
+    for name in sys.argv[1:] or SWEEPS:
+        first = None
+        print(f"{name:<12} {'seconds':>8} {'x first':>8} {'MiB':>8} {'x first':>8}")
+        for label, options in SWEEPS[name]:
+            seconds, memory, outcome = measured(options)
+            first = first or (seconds, memory)
+            print(
+                f"{label:<12} {seconds:8.2f} {seconds / first[0]:8.1f} {memory:8.0f} {memory / first[1]:8.1f}  {outcome}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
