@@ -55,10 +55,8 @@ def main():
         for label, options in SWEEPS[name]:
             seconds, memory, outcome = measured(options)
             first = first or (seconds, memory)
-            print(
-                f"{label:<12} {seconds:8.2f} {seconds / first[0]:8.1f} {memory:8.0f} {memory / first[1]:8.1f}  {outcome}",
-                flush=True,
-            )
+            times = f"{label:<12} {seconds:8.2f} {seconds / first[0]:8.1f}"
+            print(f"{times} {memory:8.0f} {memory / first[1]:8.1f}  {outcome}", flush=True)
 
 
 if __name__ == "__main__":

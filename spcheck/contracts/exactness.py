@@ -44,7 +44,7 @@ def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     """The guard on what the ranks measured; None where nothing is rounded, or where the run did not come to its end."""
     norms = [r.get("reference", {}).get("norms") for r in reports[: plan.reference_world]]
     weights = [r.get("weight_norms") for r in reports]
-    if plan.grid is None or not all(norms) or not all(w is not None for w in weights):
+    if plan.grid is None or not reports or not all(norms) or not all(w is not None for w in weights):
         return None
     merged = merge_norms([n for n in norms if n]) | merge_norms([w for w in weights if w])
     longest = max(plan.case.requests) + max(plan.case.mtp_steps - 1, 0)

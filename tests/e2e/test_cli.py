@@ -151,7 +151,7 @@ def test_a_checkpoint_folder(tmp_path):
 
     preset = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
     raw = json.loads(preset.read_text())
-    write_checkpoint(tmp_path, raw, RandomWeights(load_model(Case((1,), 1)), 3))
+    write_checkpoint(tmp_path, raw, RandomWeights(load_model(Case((1,), 1)), 3, own_tables=True))
     folder = result_of("--tokens", "5", "--model", str(tmp_path), "--backend", "loopback", "--seed", "3")
     preset_run = result_of("--tokens", "5", "--backend", "loopback", "--seed", "3")
     assert folder["probes"] == preset_run["probes"]

@@ -12,14 +12,14 @@ ROOT = Path(__file__).parents[2]
 
 # 100 in all.
 TRIALS = [
-    ("kill", "gloo", 20),
+    ("kill", "gloo", 30),
     ("late_kill", "gloo", 14),
     ("exit", "gloo", 14),
     ("raise", "gloo", 12),
     ("raise", "loopback", 10),
-    ("stop", "gloo", 10),
-    ("hang", "gloo", 12),
-    ("hang", "loopback", 8),
+    ("stop", "gloo", 6),
+    ("hang", "gloo", 8),
+    ("hang", "loopback", 6),
 ]
 
 

@@ -152,3 +152,4 @@ def test_weights_that_rounding_takes_away_were_not_tested(only, gain, monkeypatc
 def test_an_unfinished_run_has_no_guard():
     plan = make_plan(Case(**CASE))
     assert check_exactness(plan, [{"rank": 0}, {"rank": 1}]) is None
+    assert check_exactness(plan, []) is None
