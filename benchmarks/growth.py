@@ -1,6 +1,6 @@
 """How the time and the memory of a case grow with tokens, layers and ranks (loopback, one process, one thread).
 
-python benchmarks/growth.py [tokens] [layers] [ranks]     (all three without a word)
+python -m benchmarks.growth [tokens] [layers] [ranks]     (all three without a word)
 
 Every case runs in a process of its own: its peak memory is that of nothing else.
 """

@@ -1,6 +1,6 @@
 """What measuring costs beside `torch.testing.assert_close` and beside reading the two tensors: ratios of one run.
 
-python benchmarks/measuring.py
+python -m benchmarks.measuring
 
 Reading is the fastest of sum, max and amax over both tensors. `assert_close` gets a pair that passes: a failing one
 also writes a message. One thread, in its own CPU time, so that what else runs counts little; the three take

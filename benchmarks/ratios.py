@@ -1,8 +1,8 @@
 """What spcheck costs, as ratios measured side by side in one run: most of this machine's speed cancels out.
 
-python benchmarks/ratios.py
+python -m benchmarks.ratios
 
-The function that compares has a table of its own: python benchmarks/measuring.py
+The function that compares has a table of its own: python -m benchmarks.measuring
 """
 
 import importlib

@@ -4,7 +4,7 @@ Puts one fault at a time into the optimized model (17 tokens, tp 2, three seeds)
 ``after``: values compared bitwise after their rounding to the grid; ``before``: what spcheck does, which compares them
 before it as well. Then runs healthy cases over worlds, schemes, tokens, draft steps, paddings and seeds.
 
-python benchmarks/sensitivity.py [healthy cases, default 500]
+python -m benchmarks.sensitivity [healthy cases, default 500]
 """
 
 import itertools
@@ -145,7 +145,7 @@ def seen(fault, *, after_only):
 
 
 def healthy_cases(limit):
-    worlds = itertools.product(range(8), (1, 2, 3, 4), ("auto", "tp"), ((17,), (1,), (2,), (33,), (5, 1, 11)))
+    worlds = itertools.product(range(13), (1, 2, 3, 4), ("auto", "tp"), ((17,), (1,), (2,), (33,), (5, 1, 11)))
     for seed, tp, scheme, requests in itertools.islice(worlds, limit):
         padded = 40 if seed % 2 else None
         content = ("zero", "random", "nan")[seed % 3]

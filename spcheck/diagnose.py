@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from spcheck.merge import ProbeResult
@@ -25,11 +26,20 @@ def _hints(result: ProbeResult, tp: int, phase: Phase | None) -> Iterator[str]:
             yield f"{result.ratio:.3g} x the reference: not summed over the {tp} ranks?"
         else:
             yield f"{result.ratio:.3g} x the reference: scaled?"
-    if result.max_rel == float("inf"):
-        yield "not finite, or nothing where the reference is zero: a padded row that leaks?"
+    if result.max_rel == math.inf and not result.note:
+        yield _why_infinite(result)
     if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 1:
         yield f"only on rank {result.ranks_over[0]}"
     if phase is not None and result.rows_over == 1 and result.first is not None and phase.real > 1:
         request, position = phase.row(phase.real - 1)
         if (result.first["request"], result.first["position"]) == (request, position):
             yield "only the last row: trimming or padding?"
+
+
+def _why_infinite(result: ProbeResult) -> str:
+    worst = result.worst or {}
+    if -math.inf in (worst.get("expected"), worst.get("actual")):
+        return "allowed on one side and forbidden on the other: a mask?"
+    if result.reference_nan:
+        return "not a number in the reference either: look at the weights"
+    return "not finite, or something where the reference is zero: a padded row that leaks?"

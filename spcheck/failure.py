@@ -34,16 +34,30 @@ class RankState:
     module: str
     last_probe: str
     last_collective: str
+    stack: str = ""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """All there is to say about a failed run. ``stack`` is the traceback, or the stack, of rank ``first``."""
+    """All there is to say about a failed run. ``first`` is the rank to look at first."""
 
     ranks: tuple[RankState, ...]
     first: int
-    stack: str
     divergence: Divergence | None
+
+    @property
+    def stack(self) -> str:
+        """The traceback, or the stack, of rank ``first``."""
+        return next(state.stack for state in self.ranks if state.rank == self.first)
+
+    @property
+    def shown(self) -> list[RankState]:
+        """Ranks whose stacks tell something: the first, and where ranks part one for each different call."""
+        calls = self.divergence.calls if self.divergence else {}
+        by_call = {call_text(calls[s.rank]) if s.rank in calls else "": s for s in reversed(self.ranks) if s.stack}
+        first = [state for state in self.ranks if state.rank == self.first and state.stack]
+        others = [s for s in reversed(by_call.values()) if calls and s.rank != self.first]
+        return (first + others)[:2]
 
 
 def explain(reports: Sequence[Report]) -> Failure | None:
@@ -54,7 +68,7 @@ def explain(reports: Sequence[Report]) -> Failure | None:
     states = tuple(_state(report) for report in reports)
     divergence = find_divergence(reports)
     shown = _astray(reports, divergence) or first
-    return Failure(states, shown["rank"], shown["error"].get("traceback") or "", divergence)
+    return Failure(states, shown["rank"], divergence)
 
 
 def internal_error(reports: Sequence[Report]) -> tuple[str, str] | None:
@@ -142,6 +156,7 @@ def _state(report: Report) -> RankState:
         module=trace["module"],
         last_probe=trace["last_probe"] or "",
         last_collective=call_text(last) if last else "",
+        stack=report.get("error", {}).get("traceback") or "",
     )
 
 
@@ -184,7 +199,7 @@ def _where(trace: Mapping[str, Any]) -> str:
 def _after(report: Report) -> str:
     trace = report.get("trace", _NO_TRACE)
     last = last_collective(trace)
-    if last is None:
+    if last is None or trace["step"] == "build":  # then it was another subject's
         return ""
     inside = trace["waits"] and last is trace["collectives"][-1]
     return f", {'in' if inside else 'after'} {collective_text(last)}"

@@ -91,6 +91,8 @@ def make_plan(case: Case) -> Plan:
     config = load_model(case)
     _check_rows(case, config)
     _check_world(case, config)
+    if case.require_scheme and case.scheme not in ("auto", case.require_scheme):
+        raise UsageError(f"--scheme {case.scheme} contradicts --require-scheme {case.require_scheme}")
     scheme, reason = resolve_scheme(case, config)
     return Plan(case, config, scheme, reason)
 

@@ -38,6 +38,16 @@ class Tap:
         return self.kind.partition(":")[0] in ("keys", "all-keys")
 
     @property
+    def routed(self) -> bool:
+        """Whether the value has one row per (token row, chosen expert), sorted by expert and then by token row."""
+        return self.kind.startswith("routed:")
+
+    @property
+    def compared(self) -> bool:
+        """Whether it is a value of token rows or requests: counts of work and orders of rows are not."""
+        return self.kind not in ("work", "order")
+
+    @property
     def fill(self) -> float:
         """What stands where a row has nothing: no id, no score, no probability."""
         if self.kind == "set":

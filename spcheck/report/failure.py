@@ -11,7 +11,7 @@ _STACK_LINES = 15
 # Frames that say nothing to the author of a subject: three between any two modules, those below its collective, and
 # spcheck's own.
 _MACHINERY = (
-    *("torch/nn/modules/module.py", "torch/distributed/"),
+    *("torch/nn/modules/module.py", "torch/distributed/", "torch/utils/_contextlib.py", "<frozen "),
     *("spcheck/comm/", "spcheck/launch/", "spcheck/worker/"),
 )
 
@@ -25,9 +25,9 @@ def failure_lines(failure: Failure | None) -> Iterable[str]:
     yield ""
     for state in failure.ranks:
         yield from _rank(state)
-    if failure.stack:
+    for state in failure.shown:
         yield ""
-        yield from _stack(failure)
+        yield from _stack(state)
 
 
 def _divergence(divergence: Divergence) -> Iterable[str]:
@@ -53,15 +53,15 @@ def _rank(state: RankState) -> Iterable[str]:
             yield f"  {name:<11}{value}"
 
 
-def _stack(failure: Failure) -> Iterable[str]:
+def _stack(state: RankState) -> Iterable[str]:
     """The last frames that say something, whole ones, without the lines that only underline."""
-    title, *lines = failure.stack.rstrip().splitlines()
+    title, *lines = state.stack.rstrip().splitlines()
     lines = [line for line in lines if line.strip(" ^~")]
     frames = [frame for frame in _frames(lines) if not any(part in frame[0] for part in _MACHINERY)]
     shown: list[str] = []
     while frames and len(shown) + len(frames[-1]) <= _STACK_LINES:
         shown[:0] = frames.pop()
-    yield f"rank {failure.first}, {title}"
+    yield f"rank {state.rank}, {title}"
     if frames:
         yield "  ... the whole is in --json"
     yield from shown

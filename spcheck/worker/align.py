@@ -5,9 +5,11 @@ One packed exchange on the tool's own group after a forward; its sums run in ran
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -39,12 +41,13 @@ class Aligned:
     order: list[str] = field(default_factory=list)
 
 
-def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World) -> Aligned:
+def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World, experts: int = 0) -> Aligned:
     """Completes what one forward of all requests left on the ranks; every rank of the world takes part.
 
-    Several firings of a probe (request by request) are joined in order. ``"work"`` counts are not values and stay out.
+    Several firings of a probe (request by request) are joined in order. Rank r computes the r-th block of ``experts``.
     """
-    local = _joined(pieces, taps)
+    block = experts // world.size
+    local = _joined(pieces, taps, range(world.rank * block, (world.rank + 1) * block))
     outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
     replicas = _replicas(local, taps, phase)
     fingerprint = _fingerprint(replicas) if world.size > 1 else torch.zeros(1)
@@ -69,9 +72,11 @@ def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world:
     return aligned
 
 
-def align_alone(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World) -> Aligned:
+def align_alone(
+    pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World, experts: int = 0
+) -> Aligned:
     """The same where rank 0 alone ran the forward, as a world of one rank: it hands the rows to their owners."""
-    local = _joined(pieces, taps)
+    local = _joined(pieces, taps, range(experts))
     outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
     for probe, value in local.items():
         for rank, box in enumerate(outgoing):
@@ -91,17 +96,44 @@ def owned_rows(per_request: bool, phase: Phase, rank: int, tp: int) -> list[tupl
     return [phase.row(i) for i in phase.owned(rank, tp)]
 
 
-def _joined(pieces: Sequence[Piece], taps: Mapping[str, Tap]) -> dict[str, Tensor]:
+def _joined(pieces: Sequence[Piece], taps: Mapping[str, Tap], experts: range) -> dict[str, Tensor]:
+    """Probe -> all its rows, in the order of the first firings. ``experts`` are those whose rows this rank computes."""
     firings: dict[str, list[Tensor]] = {}
-    for piece in pieces:
-        if taps[piece.probe].kind != "work":
-            firings.setdefault(piece.probe, []).append(piece.value)
+    latest: dict[str, Tensor] = {}
+    for probe, group in groupby(pieces, key=lambda piece: piece.probe):
+        values = [piece.value for piece in group]
+        latest[probe] = values[-1]
+        tap = taps[probe]
+        if tap.routed:
+            ids = latest.get(probe.replace(".act_fn.out", ".order"), latest.get(tap.ids or ""))
+            values = [_by_token(torch.cat(values), ids, experts if tap.placement == "Partial" else None)]
+        if tap.compared:
+            firings.setdefault(probe, []).extend(values)
     return {probe: _cat(values, taps[probe]) for probe, values in firings.items()}
+
+
+def _by_token(rows: Tensor, ids: Tensor | None, experts: range | None) -> Tensor:
+    """Rows [pairs, F] sorted by expert and token row -> [tokens, F, k], zero where another rank computes the pair.
+
+    ``ids`` [tokens, k] are the experts; not a number where the rows are not as many as the ids say.
+    """
+    if ids is None:
+        return rows.new_full((1, rows.shape[1], 1), math.nan)
+    flat = ids.flatten()
+    mine = flat >= 0 if experts is None else (flat >= experts.start) & (flat < experts.stop)
+    places = mine.nonzero().flatten()
+    places = places[flat[places].argsort(stable=True)]
+    out = rows.new_zeros(flat.shape[0], rows.shape[1])
+    if len(places) == len(rows):
+        out[places] = rows
+    else:
+        out.fill_(math.nan)
+    return out.view(*ids.shape, -1).transpose(1, 2)
 
 
 def _cat(values: list[Tensor], tap: Tap) -> Tensor:
     """Rows below each other, [rows, width]; one value per key stays [rows, heads, keys]."""
-    values = [v.unsqueeze(1) if v.ndim == 1 else v if tap.per_key else v.flatten(1) for v in values]
+    values = [v.unsqueeze(1) if v.ndim == 1 else v if tap.per_key or tap.routed else v.flatten(1) for v in values]
     if len(values) == 1:
         return values[0]
     if tap.per_key or tap.kind in ("scores", "logits", "set"):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from spcheck.comm.trace import Trace
 from spcheck.subject import Tap
 
-_KINDS = ("value", "set", "scores", "token", "logits", "work", "keys")
-_KINDS_BY_IDS = ("by", "keys", "all-keys")
+_KINDS = ("value", "set", "scores", "token", "logits", "work", "order", "keys")
+_KINDS_BY_IDS = ("by", "keys", "all-keys", "routed")
 
 
 class TapError(Exception):

@@ -96,7 +96,8 @@ class Comparer:
         if point is None or self._plan.grid is None or not before.unequal_rows or before.rows_over:
             return before, None, {}
         bits = point.bits(self._plan.grid)
-        unequal = (snap(pair.expected, bits) != snap(pair.actual, bits)).any(dim=1).nonzero().flatten()
+        apart = (snap(pair.expected, bits) != snap(pair.actual, bits)) & pair.expected.isfinite()
+        unequal = apart.any(dim=1).nonzero().flatten()
         straddle = int(unequal[0]) if len(unequal) else None
         return replace(before, unequal_rows=len(unequal)), straddle, {}
 

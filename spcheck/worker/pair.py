@@ -88,7 +88,11 @@ class _Pair:
             wanted = expected.pop(phase)
             if self._plan.replays:
                 candidate.replay(phase, wanted.choices)
-            compare(phase, wanted, align(candidate.run(phase), candidate.taps, phase, self._world))
+            compare(
+                phase,
+                wanted,
+                align(candidate.run(phase), candidate.taps, phase, self._world, self._plan.config.n_routed_experts),
+            )
         caches = candidate.caches()
         for phase in [*expected, *(p for p in caches if p not in expected)]:
             seen = align(caches.get(phase, []), candidate.cache_taps, phase, self._world)
@@ -110,7 +114,7 @@ class _Pair:
             return
         side = self._side("reference", REFERENCE, "reference", self._plan.reference_world)
         for phase in self._plan.phases:
-            yield phase, complete(side.run(phase), side.taps, phase, self._world)
+            yield phase, complete(side.run(phase), side.taps, phase, self._world, self._plan.config.n_routed_experts)
         caches = side.caches()
         for phase in self._plan.cache_phases if alone else caches:
             yield phase, complete(caches.get(phase, []), side.cache_taps, phase, self._world)

@@ -157,9 +157,10 @@ class Side:
         rows: dict[str, list[int]] = {}
         snapper = self._ready.snapper
         for piece in pieces:
-            if self.taps[piece.probe].kind == "work":
+            tap = self.taps[piece.probe]
+            if tap.kind == "work":
                 self.log["work"].append([piece.probe, phase.call, [int(n) for n in piece.value.tolist()]])
-            else:
+            elif tap.compared and not tap.routed:
                 rows.setdefault(piece.probe, []).append(piece.value.shape[0])
             if snapper and not self._ready.packed and piece.probe.endswith(_RESIDUAL):
                 snapper.see_largest(piece.probe, piece.value)

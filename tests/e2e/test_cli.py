@@ -100,8 +100,8 @@ def test_the_json_document(tmp_path):
     assert result["schema"] == "spcheck.diff/1"
     assert (result["outcome"], result["scheme"], result["first_divergence"]) == ("EQUAL", "full-sp", None)
     assert result["case"].startswith("spcheck diff --tp 2 --tokens 17 --model dsv32-tiny")
-    assert result["activations"]["compared"] == len(result["probes"]) == 196
-    assert result["activations"]["bitwise_equal"] == 196
+    assert result["activations"]["compared"] == len(result["probes"]) == 200
+    assert result["activations"]["bitwise_equal"] == 200
     assert result["numerics"]["guard"]["doubts"] == []
     assert result["choices"]["compared"] == result["choices"]["agreeing"] > 0
     assert result["findings"] == []

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+import optimized.chunks
 from spcheck.case import Case
 from spcheck.merge import total_choices
 from spcheck.worker.built import EnginePool
@@ -33,8 +34,8 @@ def assert_passes(case):
 def test_worlds_tokens_drafts_and_skipping(tp, tokens):
     for steps, skip in ((0, True), (1, True), (2, True), (3, True), (3, False)):
         comparison = assert_passes(case(tp=tp, requests=(tokens,), mtp_steps=steps, skip_padding=skip))
-        # 21 probes of a dense layer, 29 of a MoE layer, 41 of an MTP layer and draft step, 8 outside, 3 caches a layer.
-        expected = 2 * 21 + 3 * 29 + 8 + 41 * steps + 3 * (6 if steps else 5)
+        # 21 probes of a dense layer, 30 of a MoE layer, 42 of an MTP layer and draft step, 8 outside, 3 caches a layer.
+        expected = 2 * 21 + 3 * 30 + 8 + 42 * steps + 3 * (6 if steps else 5)
         assert comparison.compared == expected
 
 
@@ -118,3 +119,9 @@ def test_against_a_reference_on_one_rank(tp):
     for scheme, requests in itertools.product(("auto", "tp"), ((17,), (1,), (5, 1, 11))):
         assert_passes(case(tp=tp, requests=requests, mtp_steps=3, scheme=scheme, reference_world=1))
     assert_passes(case(tp=tp, requests=(17,), mtp_steps=2, reference_world=1, numerics="float32"))
+
+
+def test_attention_in_many_chunks_of_rows(monkeypatch):
+    monkeypatch.setattr(optimized.chunks, "MAX_ELEMENTS", 1 << 10)
+    for overrides in ((), (("model_type", "deepseek_v3"),)):
+        assert_passes(case(tp=2, requests=(33, 5), mtp_steps=2, overrides=overrides))
