@@ -6,7 +6,6 @@ One packed exchange on the tool's own group after a forward; its sums run in ran
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,11 +18,9 @@ from spcheck.comm.interface import World
 from spcheck.phases import Phase
 from spcheck.subject import Tap
 from spcheck.worker.capture import Piece
-from spcheck.worker.measure import mixed, row_digests
+from spcheck.worker.digests import fingerprint, row_digests
 
 _REPLICAS = "#replicas"
-_SMALL = 2**13  # elements
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -50,9 +47,9 @@ def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world:
     local = _joined(pieces, taps, range(world.rank * block, (world.rank + 1) * block))
     outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
     replicas = _replicas(local, taps, phase)
-    fingerprint = _fingerprint(replicas) if world.size > 1 else torch.zeros(1)
+    digest = fingerprint(replicas) if world.size > 1 else torch.zeros(1)
     for box in outgoing:
-        box[_REPLICAS] = fingerprint
+        box[_REPLICAS] = digest
     for probe, value in local.items():
         if not taps[probe].per_request and taps[probe].placement in ("Shard(1)", "Partial"):
             _post(outgoing, probe, value, phase)
@@ -183,22 +180,6 @@ def _completed(parts: list[Tensor | None], placement: str) -> Tensor:
 def _replicas(local: Mapping[str, Tensor], taps: Mapping[str, Tap], phase: Phase) -> dict[str, Tensor]:
     """The real rows of what every rank must hold alike."""
     return {p: x[: _rows(taps[p], phase)].flatten(1) for p, x in local.items() if taps[p].placement == "Replicate"}
-
-
-def _fingerprint(replicas: Mapping[str, Tensor]) -> Tensor:
-    """One number for all replicas of a forward: another value anywhere changes it.
-
-    Of large ones the sums of bits over rows and over columns, which take no longer than reading; their checksum keeps
-    the order of both.
-    """
-    checksum = 0
-    for x in replicas.values():
-        bits = x.contiguous().view(_INTEGERS[x.element_size()])
-        if bits.numel() > _SMALL:
-            bits = mixed(bits)
-        for part in (bits,) if bits.numel() <= _SMALL else (bits.sum(dim=1), bits.sum(dim=0)):
-            checksum = zlib.crc32(part.numpy(force=True).data, checksum)
-    return torch.tensor([checksum, len(replicas)])
 
 
 def _all_same(fingerprints: list[Tensor]) -> bool:

@@ -2,8 +2,8 @@
 
 Everything is per token row: a norm over the whole tensor would hide one wrong token.
 
-Measuring should cost little more than reading, so the values are walked once in blocks of rows that stay in a core's
-cache. A block leaves two numbers per row, max|a - e| and max|e|; the rest works on those, and on the few rows of note.
+The values are walked once (:mod:`spcheck.worker.blocks`), which leaves two numbers per row, max|a - e| and max|e|; the
+rest works on those, and on the few rows of note.
 """
 
 from __future__ import annotations
@@ -13,22 +13,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Floats = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.intp]
-
-_SMALL = 2**14  # elements up to which calls cost more than work, and torch.equal is nearly free
-_BLOCK = {"cpu": 2**19, "cuda": 2**26}  # bytes: two blocks and a scratch fit an L2 cache; a GPU wants long kernels
-_WORKING = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float32}
-# The bits of floats without a sign sort like the floats, NaN last, and an integer maximum takes half the time.
-# Not so for 64 bits.
-_BITS = {torch.float32: torch.int32, torch.float64: torch.float64}
+from spcheck.worker.blocks import Floats, Rows, in_blocks, row_maxima, workable
 
 
 @dataclass(frozen=True)
@@ -111,14 +101,11 @@ def _look(pair: Pair) -> Difference | _Apart:
     if expected.dtype != actual.dtype:
         wider = torch.promote_types(expected.dtype, actual.dtype)
         expected, actual = expected.to(wider), actual.to(wider)
-    rows, size = expected.shape[0], expected.numel()
-    if size == 0 or (size <= _SMALL and torch.equal(expected, actual)):
+    rows = expected.shape[0]
+    maxima = row_maxima(expected, actual, every_scale=pair.one_scale)
+    if maxima is None:
         return Difference(rows, 0, 0.0, 0.0)
-    gap, scale = _row_maxima(expected, actual, every_scale=pair.one_scale)
-    if not np.isfinite(gap.sum() + scale.sum()):
-        gap, scale = _careful(expected, actual, gap, scale)
-    if not gap.any():
-        return Difference(rows, 0, 0.0, 0.0)
+    gap, scale = maxima
     if pair.scale is not None:
         scale = pair.scale.double().numpy(force=True)
     return _Apart(expected, actual, pair.bound, gap, np.full(rows, scale.max()) if pair.one_scale else scale)
@@ -188,97 +175,9 @@ def measure_sets(expected: Tensor, actual: Tensor) -> Difference:
     )
 
 
-def row_digests(x: Tensor) -> Tensor:
-    """[rows] int64 fingerprints of [rows, width]: equal rows (bitwise, but for -0 and +0) have equal ones."""
-    flat = x.reshape(x.shape[0], -1)
-    if flat.is_floating_point():
-        flat = (flat + 0.0).contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    return (mixed(flat) * _odd_numbers(flat.shape[1]).to(flat.device)).sum(dim=1)
-
-
-def mixed(bits: Tensor) -> Tensor:
-    """Integers as int64 with their high bits folded into the low ones: in a sum two flipped signs would cancel."""
-    wide = bits.long()
-    return wide ^ (wide >> 31)
-
-
-@lru_cache(maxsize=512)
-def _odd_numbers(count: int) -> Tensor:
-    """Random ones, the same on every rank."""
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
-
-
-def _row_maxima(expected: Tensor, actual: Tensor, *, every_scale: bool) -> tuple[Floats, Floats]:
-    """max|a - e| and max|e| of every row; without ``every_scale`` the latter is left at 0 in a block of equal rows."""
-    working = _WORKING.get(expected.dtype, torch.float64)
-    if expected.is_cpu and expected.numel() <= _SMALL:
-        return _small_maxima(_workable(expected, working), _workable(actual, working))
-    rows, width = expected.shape
-    step = _rows_of_a_block(expected, working.itemsize)
-    scratch = torch.empty(step, width, dtype=working, device=expected.device)
-    gap, scale = torch.zeros(2, rows, dtype=_BITS[working], device=expected.device)
-    for here in (slice(at, at + step) for at in range(0, rows, step)):
-        e, a = expected[here], actual[here]
-        equal = _seen_equal(e, a)
-        e, a, x = _workable(e, working), _workable(a, working), scratch[: len(e)]
-        if not equal:
-            _largest(torch.sub(a, e, out=x).abs_(), out=gap[here])
-            equal = int(gap[here].count_nonzero()) == 0
-        if every_scale or not equal:
-            _largest(torch.abs(e.to(working), out=x), out=scale[here])
-    maxima = (x.view(working).numpy(force=True).astype(np.float64) for x in (gap, scale))
-    return next(maxima), next(maxima)
-
-
-def _small_maxima(e: Tensor, a: Tensor) -> tuple[Floats, Floats]:
-    """The same where calls cost more than elements: numpy's are the shorter ones."""
-    wanted, got = e.numpy(), a.numpy()
-    gap, scale = np.abs(got - wanted).max(axis=1), np.abs(wanted).max(axis=1)
-    return gap.astype(np.float64), scale.astype(np.float64)
-
-
-def _rows_of_a_block(x: Tensor, itemsize: int) -> int:
-    block = _BLOCK.get(x.device.type, _BLOCK["cuda"]) // itemsize
-    return min(max(block // x.shape[1], 1), len(x))
-
-
-def _seen_equal(e: Tensor, a: Tensor) -> bool:
-    """A look that costs little where it finds a difference; False also where looking costs as much as measuring.
-
-    numpy's comparison is a vector loop, torch's is not, but it stops at the first difference.
-    """
-    if not e.is_cpu or e.dtype not in _BITS:
-        return False
-    return torch.equal(e[0], a[0]) and bool((e.numpy() == a.numpy()).all())
-
-
-def _workable(x: Tensor, working: torch.dtype) -> Tensor:
-    """In a type whose differences are 0 only between equals: integers stay integers until they are subtracted."""
-    return x.to(working if x.is_floating_point() else torch.int64)
-
-
-def _largest(x: Tensor, out: Tensor) -> None:
-    """The largest of every row of values without a sign, as bits; NaN before inf."""
-    torch.amax(x.view(out.dtype), dim=1, out=out)
-
-
-def _careful(expected: Tensor, actual: Tensor, gap: Floats, scale: Floats) -> tuple[Floats, Floats]:
-    """Does the rows again that hold a NaN or an infinity, or overflowed.
-
-    Equal infinities have no gap, a NaN has an infinite one; the scale is that of the finite elements.
-    """
-    odd = (~np.isfinite(gap + scale)).nonzero()[0]
-    for rows, e, a in _in_blocks(expected, actual, odd):
-        away = (a - e).abs_().nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(e == a, 0.0)
-        gap[rows] = away.amax(dim=1).numpy(force=True)
-        scale[rows] = e.abs().nan_to_num_(nan=0.0, posinf=0.0).amax(dim=1).numpy(force=True)
-    return gap, scale
-
-
 def _worst_element(expected: Tensor, actual: Tensor) -> tuple[int, float, float]:
     """Channel and both values of the element of a row that is furthest apart: a NaN is, equal infinities are not."""
-    e, a = (_workable(x, torch.float64).numpy(force=True) for x in (expected, actual))
+    e, a = (workable(x, torch.float64).numpy(force=True) for x in (expected, actual))
     gap = np.abs(a - e)
     at = int(gap.argmax())
     if not math.isfinite(gap[at]):
@@ -311,7 +210,7 @@ def _misshapen(expected: Tensor, actual: Tensor) -> Difference:
 def _ratio(expected: Tensor, actual: Tensor, rows: Rows) -> float | None:
     """The one factor that explains these rows to within 1%, if there is one and it is not 1."""
     squares = power = product = 0.0
-    for _, *block in _in_blocks(expected, actual, rows):
+    for _, *block in in_blocks(expected, actual, rows):
         e, a = (x.flatten() for x in block)
         power += float(e.dot(e))
         product += float(e.dot(a))
@@ -321,15 +220,6 @@ def _ratio(expected: Tensor, actual: Tensor, rows: Rows) -> float | None:
     factor = product / power
     left = squares - factor * product  # of the squares, after the best factor
     return factor if left < 1e-4 * factor * product and abs(factor - 1) > 0.05 else None
-
-
-def _in_blocks(expected: Tensor, actual: Tensor, rows: Rows) -> Iterator[tuple[Rows, Tensor, Tensor]]:
-    """These rows in float64, a few at a time."""
-    step = _rows_of_a_block(expected, torch.float64.itemsize)
-    for at in range(0, len(rows), step):
-        some = rows[at : at + step]
-        chosen = torch.from_numpy(some).to(expected.device)
-        yield some, expected[chosen].double(), actual[chosen].double()
 
 
 def _sorted_ids(ids: Tensor, width: int) -> Tensor:

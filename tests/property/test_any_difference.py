@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spcheck.worker import measure as module
+from spcheck.worker import blocks as module
 from spcheck.worker.measure import measure
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import tensor
 
-from spcheck.worker.measure import measure, measure_sets, row_digests
+from spcheck.worker.digests import row_digests
+from spcheck.worker.measure import measure, measure_sets
 
 
 def test_equal_values_have_no_difference():
