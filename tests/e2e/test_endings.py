@@ -139,6 +139,24 @@ def test_an_internal_error_leaves_a_report_file(tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize("backend", ["gloo", "loopback"])
+def test_a_mistake_of_spcheck_on_a_rank_is_an_internal_error(backend, tmp_path):
+    code = """
+    import spcheck.worker.compare
+
+    def broken(*_):
+        raise ZeroDivisionError("planned")
+
+    spcheck.worker.compare.Comparer.__call__ = broken
+    """
+    env = environment(tmp_path, in_host(code))
+    done = spcheck("--tokens", "5", "--backend", backend, env=env, cwd=tmp_path)
+    assert done.returncode == 70, done.stdout + done.stderr
+    assert "raised ZeroDivisionError: planned; please open an issue and attach" in done.stderr
+    (report,) = tmp_path.glob("spcheck-error-*.txt")
+    assert "in broken" in report.read_text()
+
+
 def test_a_host_that_does_not_start_is_an_internal_error(tmp_path):
     done = spcheck("--tokens", "5", env=environment(tmp_path, in_host("raise SystemExit('cannot')")), cwd=tmp_path)
     assert done.returncode == 70
