@@ -86,7 +86,10 @@ class _Products:
         yield self.linear(f"{name}.eh_proj", both)
         yield from self.layer(name, layer)
         yield self.residual(f"{name}.shared_head.norm")
-        yield self.linear(f"{name}.shared_head.head", self.norms[f"{name}.shared_head.norm.out"])
+        head = f"{name}.shared_head.head"
+        main = self.norms["lm_head"]  # a checkpoint may leave the copy out
+        bound = self.norms[f"{name}.shared_head.norm.out"] * self.norms.get(head, main)
+        yield self.product(head, bound, self.linear_unit)
 
     def layer(self, name: str, layer: int) -> Iterator[Product]:
         yield self.residual(f"{name}.input_layernorm")

@@ -15,7 +15,7 @@ PACKAGES = ("spcheck", "reference", "optimized")
 ALLOWED = {
     "reference": set(),
     "optimized": {"reference.config", "reference.checkpoint"},
-    "spcheck": {"reference.config", "reference.checkpoint", "reference.layout"},
+    "spcheck": {"reference.config", "reference.checkpoint"},
 }
 
 # Inside the tool: each module may import only from rows above its own (and its own row).

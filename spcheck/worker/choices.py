@@ -26,7 +26,6 @@ class Choices:
     flip_margin: float | None = None
     score_error: float | None = None
     first_beyond: int | None = None
-    rows_beyond: tuple[int, ...] = ()
 
 
 def measure_choices(expected: Tensor, actual: Tensor, scores: Tensor, own_scores: Tensor) -> Choices:
@@ -59,7 +58,6 @@ def measure_choices(expected: Tensor, actual: Tensor, scores: Tensor, own_scores
         flip_margin=float(wide[worst]),
         score_error=float(error[worst]),
         first_beyond=rows[0] if rows else None,
-        rows_beyond=rows,
     )
 
 

@@ -121,7 +121,7 @@ class _Pair:
         side.finish()
 
     def _side(self, role: str, subject: str, scheme: str, ranks: int) -> Side:
-        side = Side(role, subject, self._plan, scheme, self._world, ranks, self._tokens, self._pool)
+        side = Side(subject, self._plan, scheme, self._world, ranks, self._tokens, self._pool)
         self._report[role] = side.log
         side.start()
         return side

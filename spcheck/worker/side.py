@@ -24,7 +24,6 @@ class Side:
 
     def __init__(
         self,
-        role: str,
         subject: str,
         plan: Plan,
         scheme: str,
@@ -34,7 +33,6 @@ class Side:
         pool: EnginePool,
     ) -> None:
         """``ranks`` of the world run it; ``tokens[i]`` are the new ids of request ``i``, on the subject's device."""
-        self.role = role
         self.subject = subject
         self.log: dict[str, Any] = {"rows": [], "collectives": {}, "work": [], "silent": []}
         self._plan = plan

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from reference.checkpoint import Checkpoint, RandomWeights, TensorReader, check_tensors
 from reference.config import ModelConfig
-from reference.layout import optional_copies
 from spcheck.exact import Grid
 from spcheck.guard import merge_norms
 from spcheck.plan import Plan
@@ -76,14 +75,12 @@ def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
     """
     norms: dict[str, float] = {}
     reader, config = open_weights(plan), plan.config
-    present, copies = set(reader.names()), optional_copies(config)
-    for name in sorted(present | copies.keys())[rank::size]:
-        stored = name if name in present else copies[name]
+    for name in sorted(reader.names())[rank::size]:
         if name.endswith(".e_score_correction_bias"):
-            norms[name] = float(reader.tensor(stored).double().abs().max())
-        if len(reader.shape(stored)) == 2:
+            norms[name] = float(reader.tensor(name).double().abs().max())
+        if len(reader.shape(name)) == 2:
             module = re.sub(r"\.experts\.\d+\.", ".experts.", name.removesuffix(".weight"))
-            weight = reader.tensor(stored).double()
+            weight = reader.tensor(name).double()
             norms[module] = merge_norms([{module: _largest_norm(weight)}, {module: norms.get(module, 0.0)}])[module]
             if module.endswith(".kv_b_proj"):
                 heads = weight.view(config.num_attention_heads, -1, weight.shape[1])

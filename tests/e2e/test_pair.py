@@ -32,7 +32,7 @@ def assert_passes(case):
 @pytest.mark.parametrize("tokens", [1, 2, 3, 16, 17, 33])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_worlds_tokens_drafts_and_skipping(tp, tokens):
-    for steps, skip in ((0, True), (1, True), (2, True), (3, True), (3, False)):
+    for steps, skip in itertools.product((0, 1, 2, 3), (True, False)):
         comparison = assert_passes(case(tp=tp, requests=(tokens,), mtp_steps=steps, skip_padding=skip))
         # 21 probes of a dense layer, 30 of a MoE layer, 42 of an MTP layer and draft step, 8 outside, 3 caches a layer.
         expected = 2 * 21 + 3 * 30 + 8 + 42 * steps + 3 * (6 if steps else 5)

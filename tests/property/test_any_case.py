@@ -29,7 +29,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_a_healthy_pair_never_diverges(case):
     comparison = compare_case(case, POOL)

@@ -57,7 +57,7 @@ def test_within_the_error(why, expected, actual, scores, own):
 )
 def test_beyond_the_error(why, expected, actual, scores, own):
     c = measured(expected, actual, scores, own)
-    assert (c.agreeing, c.within, c.beyond, c.rows_beyond) == (0, 0, 1, (0,)), why
+    assert (c.agreeing, c.within, c.beyond, c.first_beyond) == (0, 0, 1, 0), why
 
 
 def test_the_least_margin_is_over_all_rows_that_left_something_out():
