@@ -12,7 +12,7 @@ import sys
 # Sizes that sixteen ranks can divide.
 SIXTEEN = (("num_attention_heads", 16), ("n_routed_experts", 32), ("moe_intermediate_size", 64))
 SWEEPS = {
-    "tokens": [(f"{n} tokens", {"requests": (n,)}) for n in (17, 64, 256, 1024, 4096)],
+    "tokens": [(f"{n} tokens", {"requests": ((n,),)}) for n in (17, 64, 256, 1024, 4096)],
     "layers": [(f"{n} layers", {"overrides": (("num_hidden_layers", n),)}) for n in (5, 15, 30, 61)],
     "ranks": [(f"{n} ranks", {"tp": n, "overrides": SIXTEEN}) for n in (1, 2, 4, 8, 16)],
 }
@@ -41,7 +41,7 @@ print(json.dumps([seconds, (peak - before) / 1024, outcome]))
 def measured(options):
     from spcheck.case import Case
 
-    case = Case(**{"requests": (17,), "tp": 2, "backend": "loopback", **options})
+    case = Case(**{"requests": ((17,),), "tp": 2, "backend": "loopback", **options})
     done = subprocess.run(
         [sys.executable, "-c", CASE, json.dumps(case.to_json())], capture_output=True, text=True, check=True
     )

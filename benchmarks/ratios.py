@@ -48,7 +48,7 @@ class Pair:
     """One case again and again in this process, all of it or only the two models' forwards."""
 
     def __init__(self, **options):
-        self.plan = make_plan(Case(**{"requests": (17,), "tp": 2, "backend": "loopback", **options}))
+        self.plan = make_plan(Case(**{"requests": ((17,),), "tp": 2, "backend": "loopback", **options}))
         self.pool = EnginePool(limit=2 * self.plan.case.tp)
         self.bare = {}  # (rank, subject) -> engine and its communicators
         run_threads(self.plan, self.pool)
@@ -129,7 +129,7 @@ def main():
     for numerics in ("float64", "exact"):
         warm(f"warm case, tp 2, 17 tokens, {numerics}", 40, numerics=numerics)
     for numerics in ("float32", "float64", "exact"):
-        options = {"overrides": WIDE, "requests": (128,), "numerics": numerics}
+        options = {"overrides": WIDE, "requests": ((128,),), "numerics": numerics}
         warm(f"hidden 1024, tp 2, 128 tokens, {numerics}", 2 * ROUNDS, **options)
     start = time.perf_counter()
     for _ in range(3_000_000):

@@ -139,7 +139,7 @@ def seen(fault, *, after_only):
             stack.enter_context(fault())
             if after_only:
                 stack.enter_context(compared_after_the_snap_only())
-            comparison = compared(tp=2, requests=(17,), seed=seed)
+            comparison = compared(tp=2, requests=((17,),), seed=seed)
             count += comparison.bitwise_equal < comparison.compared if after_only else bool(comparison.verdict.findings)
     return count
 
@@ -149,7 +149,7 @@ def healthy_cases(limit):
     for seed, tp, scheme, requests in itertools.islice(worlds, limit):
         padded = 40 if seed % 2 else None
         content = ("zero", "random", "nan")[seed % 3]
-        yield {"tp": tp, "requests": requests, "scheme": scheme, "seed": seed, "mtp_steps": (seed + tp) % 4,
+        yield {"tp": tp, "requests": (requests,), "scheme": scheme, "seed": seed, "mtp_steps": (seed + tp) % 4,
                "pad_to": padded, "padding_content": content, "skip_padding": seed % 4 < 2,
                "reference_world": 1 if seed % 2 else None}  # fmt: skip
 

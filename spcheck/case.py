@@ -11,26 +11,42 @@ from dataclasses import dataclass
 from typing import Any
 
 NUMERICS = ("exact", "float64", "float32", "bfloat16")
-SCHEMES = ("auto", "tp", "full-sp")
+SCHEMES = ("auto", "tp", "moe-sp", "full-sp")
 GRID_NAMES = ("auto", "A", "B")
 BACKENDS = ("auto", "gloo", "nccl", "loopback")
-PADDING_CONTENTS = ("zero", "random", "nan")
+ALL2ALL_BACKENDS = ("allgather_reducescatter", "naive", "all_to_all")
+PADDING_CONTENTS = ("zero", "random", "nan", "stale")
+DEFAULT_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""The row counts for which engines capture CUDA graphs unless told otherwise."""
+
+Requests = tuple[tuple[int, ...], ...]
+"""New tokens of each request, per data-parallel rank; an empty tuple is an idle rank."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the pair.
+    """One run of the pair on ``dp * tp`` ranks.
 
-    ``requests`` are the new tokens of each request. ``pad_to`` is the row count the target step and draft step 0
-    are padded to (a captured graph's size). ``overrides`` are config keys set by the user, in order. ``grid`` is that
-    of exact numerics. ``reference_world`` is 1 for a reference that rank 0 runs alone; None: as many ranks as the
-    candidate has.
+    ``previous`` are the requests of a step that runs before, through the same buffers. ``pad_to`` is the row count the
+    target step and draft step 0 are padded to; with ``graph_sizes`` every forward is padded to the smallest that holds
+    it. ``overrides`` are config keys set by the user, in order. ``reference`` and ``candidate`` are a subject's name,
+    and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of each data-parallel
+    rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter ``i mod (lora_adapters + 1)``,
+    the last of which is none.
     """
 
-    requests: tuple[int, ...]
+    requests: Requests
     tp: int
     model: str = "dsv32-tiny"
     overrides: tuple[tuple[str, Any], ...] = ()
+    previous: Requests | None = None
+    pp: int = 1
+    expert_parallel: bool = True
+    all2all_backend: str = "allgather_reducescatter"
+    lora_rank: int = 0
+    lora_adapters: int = 0
+    reference: str = "reference"
+    candidate: str = "optimized"
     numerics: str = "exact"
     grid: str = "auto"
     reference_world: int | None = None
@@ -39,6 +55,7 @@ class Case:
     mtp_steps: int = 1
     aux_layers: tuple[int, ...] = ()
     pad_to: int | None = None
+    graph_sizes: tuple[int, ...] = ()
     skip_padding: bool = True
     padding_content: str = "zero"
     seed: int = 0
@@ -46,23 +63,48 @@ class Case:
     timeout: float = 60.0
 
     @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return len(self.requests)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the world."""
+        return self.dp * self.tp
+
+    @property
     def id(self) -> str:
         """The command line that repeats this case, every default spelled out."""
-        return " ".join(map(_word, ["spcheck", "diff", *self._shape(), *self._policy()]))
+        words = ["spcheck", "diff", *self._world(), *self._shape(), *self._padding(), *self._policy()]
+        return " ".join(map(_word, words))
+
+    def _world(self) -> list[str]:
+        single = self.dp == 1 and len(self.requests[0]) == 1
+        words = ["--tp", str(self.tp), "--dp", str(self.dp)]
+        words += ["--tokens" if single else "--requests", requests_text(self.requests)]
+        words += ["--previous", requests_text(self.previous)] if self.previous is not None else []
+        words += ["--pp", str(self.pp)] if self.pp != 1 else []
+        words += ["--expert-parallel" if self.expert_parallel else "--no-expert-parallel"]
+        return [*words, "--all2all-backend", self.all2all_backend]
 
     def _shape(self) -> list[str]:
-        one = len(self.requests) == 1
-        words = ["--tp", str(self.tp), "--tokens" if one else "--requests", _join(self.requests)]
-        words += ["--model", self.model]
+        words = ["--model", self.model]
         for key, value in self.overrides:
             words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
         words += ["--mtp-steps", str(self.mtp_steps), "--aux-layers", _join(self.aux_layers) or "none"]
-        return words + (["--pad-to", str(self.pad_to)] if self.pad_to is not None else [])
+        lora = ["--lora-rank", str(self.lora_rank), "--lora-adapters", str(self.lora_adapters)]
+        return words + (lora if self.lora_rank or self.lora_adapters else [])
+
+    def _padding(self) -> list[str]:
+        sizes = "default" if self.graph_sizes == DEFAULT_GRAPH_SIZES else _join(self.graph_sizes) or "none"
+        words = ["--pad-to", str(self.pad_to)] if self.pad_to is not None else ["--graph-sizes", sizes]
+        words += ["--skip-padding" if self.skip_padding else "--no-skip-padding"]
+        return [*words, "--padding-content", self.padding_content]
 
     def _policy(self) -> list[str]:
-        words = ["--skip-padding" if self.skip_padding else "--no-skip-padding"]
-        words += ["--padding-content", self.padding_content, "--numerics", self.numerics]
+        words = ["--numerics", self.numerics]
         words += ["--grid", self.grid] if self.numerics == "exact" else []
+        words += ["--reference", self.reference, "--candidate", self.candidate]
         words += ["--reference-world", str(self.reference_world)] if self.reference_world is not None else []
         words += ["--scheme", self.scheme]
         words += ["--require-scheme", self.require_scheme] if self.require_scheme else []
@@ -76,10 +118,16 @@ class Case:
     def from_json(cls, data: Mapping[str, Any]) -> Case:
         """The case that :meth:`to_json` wrote (JSON has no tuples)."""
         values = dict(data)
-        values["requests"] = tuple(values["requests"])
-        values["aux_layers"] = tuple(values["aux_layers"])
-        values["overrides"] = tuple((key, value) for key, value in values["overrides"])
+        for name in ("requests", "previous", "overrides"):
+            values[name] = None if values[name] is None else tuple(map(tuple, values[name]))
+        for name in ("aux_layers", "graph_sizes"):
+            values[name] = tuple(values[name])
         return cls(**values)
+
+
+def requests_text(requests: Requests) -> str:
+    """``5,1/11/-``: data-parallel ranks apart by a slash, an idle one a dash."""
+    return "/".join(_join(here) or "-" for here in requests)
 
 
 def _join(numbers: tuple[int, ...]) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +12,10 @@ import click
 from click.shell_completion import CompletionItem
 
 from spcheck import __version__
-from spcheck.case import BACKENDS, GRID_NAMES, NUMERICS, PADDING_CONTENTS, SCHEMES, Case
+from spcheck.case import Case
 from spcheck.errors import SpcheckError, UsageError
 from spcheck.internal import internal_error
+from spcheck.options import case_of, case_options
 from spcheck.output import JsonTarget, echo, progress, wants_color, width
 from spcheck.printable import sentence
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _INTERNAL = 70
-_LONGEST = 1e6  # seconds
 _DOCTOR_STEPS = 5  # the machine, torch, and three backends
 _STEPS = 3  # of a run: its ranks start, they run, their numbers are judged
 
@@ -57,50 +55,9 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-def _numbers(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """``5,1,11``: integers with commas; ``none`` is the empty list where that is the default."""
-    if value is None or (value.strip() in ("", "none") and parameter.default == "none"):
-        return None if value is None else ()
-    try:
-        return tuple(int(word) for word in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is no list of whole numbers such as 5,1,11") from error
-
-
-def _settings(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """``key=value`` each, the value as JSON, or as text where it is none."""
-    pairs = [value.partition("=") for value in values]
-    for (key, sign, _text), value in zip(pairs, values, strict=True):
-        if not sign or not key:
-            raise click.BadParameter(f"{value!r} is not key=value")
-    return tuple((key, _json_or_text(text)) for key, _sign, text in pairs)
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _skip_padding_default() -> bool:
-    """VLLM_MOE_SKIP_PADDING as engines read it: on unless it says 0."""
-    value = os.environ.get("VLLM_MOE_SKIP_PADDING") or "1"
-    if value not in ("0", "1"):
-        raise UsageError(f"VLLM_MOE_SKIP_PADDING must be 0 or 1, not {value!r}")
-    return value == "1"
-
-
 def _files(_: click.Context, __: click.Parameter, beginning: str) -> list[CompletionItem]:
     """Leaves the completion to the shell."""
     return [CompletionItem(beginning, type="file")]
-
-
-def _models(_: click.Context, __: click.Parameter, beginning: str) -> list[CompletionItem]:
-    from spcheck.plan import preset_names
-
-    presets = [CompletionItem(name) for name in preset_names() if name.startswith(beginning)]
-    return [*presets, CompletionItem(beginning, type="dir")]
 
 
 _json_option = click.option(
@@ -110,56 +67,18 @@ _json_option = click.option(
 
 
 @cli.command()
-@click.option("--tp", type=int, default=2, show_default=True, help="Tensor-parallel ranks.")
-@click.option("--tokens", type=int, help="One request of this many new tokens.")
-@click.option("--requests", callback=_numbers, metavar="N,N,...", help="New tokens of each request, such as 5,1,11.")
-@click.option(
-    "--model", default="dsv32-tiny", show_default=True, shell_complete=_models, help="A preset, or a checkpoint folder."
-)
-@click.option(
-    "--set",
-    "overrides",
-    callback=_settings,
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Overrides a key of the model's config.json; repeatable.",
-)
-@click.option("--numerics", type=click.Choice(NUMERICS), default="exact", show_default=True,
-              help="exact: float64 on a grid, where every sum is exact; else a plain type.")  # fmt: skip
-@click.option("--grid", type=click.Choice(GRID_NAMES), default="auto", show_default=True,
-              help="Grid of exact numerics; B is coarser and leaves more room.")  # fmt: skip
-@click.option("--reference-world", type=int, metavar="N",
-              help="Ranks of the reference: 1, or as many as the candidate has (the default).")  # fmt: skip
-@click.option("--scheme", type=click.Choice(SCHEMES), default="auto", show_default=True, help="Candidate's dataflow.")
-@click.option("--require-scheme", type=click.Choice(SCHEMES[1:]), help="Exit 3 unless this scheme ran.")
-@click.option("--mtp-steps", type=int, default=1, show_default=True, help="Tokens to draft.")
-@click.option("--aux-layers", callback=_numbers, metavar="I,I,...", default="none", show_default=True,
-              help="Layers whose input is kept as an auxiliary hidden state (EAGLE-style drafters).")  # fmt: skip
-@click.option("--pad-to", type=int, help="Pads the step to this many rows, as a captured CUDA graph does.")
-@click.option("--skip-padding/--no-skip-padding", default=None,
-              help="Whether padded rows are routed; default from VLLM_MOE_SKIP_PADDING, else skipped.")  # fmt: skip
-@click.option("--padding-content", type=click.Choice(PADDING_CONTENTS), default="zero", show_default=True,
-              help="What padded rows hold.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True, help="Weights of a preset, tokens, padding.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="What joins the ranks.")
-@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds until a run counts as hung.")
+@case_options
 @click.option("-v", "--verbose", is_flag=True, help="Shows every probe, not only one line per layer.")
 @click.option("-q", "--quiet", is_flag=True, help="Shows one line: the verdict, and where it diverges first.")
 @_json_option
-def diff(
-    tokens: int | None,
-    requests: tuple[int, ...] | None,
-    json_target: str | None,
-    verbose: bool,
-    quiet: bool,
-    **options: Any,
-) -> None:
+def diff(json_target: str | None, verbose: bool, quiet: bool, **options: Any) -> None:
     """Runs the pair on one case and compares every layer. --tokens or --requests is needed.
 
     \b
     Examples:
       spcheck diff --tp 2 --tokens 17
       spcheck diff --tp 4 --requests 5,1,11 --mtp-steps 3 --aux-layers 0,2,5
+      spcheck diff --tp 2 --requests 5,1/11/- --all2all-backend all_to_all
       spcheck diff --tp 2 --tokens 17 --set index_topk=4 --set topk_group=1
 
     \b
@@ -169,25 +88,11 @@ def diff(
     """
     if verbose and quiet:
         raise UsageError("give --verbose or --quiet, not both")
-    case = _case(tokens, requests, options)
+    case = case_of(options)
     target = None if json_target is None else JsonTarget(json_target)
     comparison = _compare(case)
     _show(comparison, target, verbose=verbose, quiet=quiet)
     sys.exit(comparison.verdict.exit_code)
-
-
-def _case(tokens: int | None, requests: tuple[int, ...] | None, options: dict[str, Any]) -> Case:
-    if tokens is not None and requests is not None:
-        raise UsageError("give --tokens or --requests, not both")
-    if tokens is None and requests is None:
-        raise UsageError("there is no request: give --tokens N or --requests N,N,...")
-    if options["skip_padding"] is None:
-        options["skip_padding"] = _skip_padding_default()
-    if not 0 < options["timeout"] <= _LONGEST:
-        raise UsageError(
-            f"--timeout must be a positive number of seconds up to {_LONGEST:g}, not {options['timeout']:g}"
-        )
-    return Case(requests=requests if requests is not None else (tokens or 0,), **options)
 
 
 def _compare(case: Case) -> Comparison:

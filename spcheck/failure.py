@@ -60,13 +60,13 @@ class Failure:
         return (first + others)[:2]
 
 
-def explain(reports: Sequence[Report]) -> Failure | None:
-    """From the reports of all ranks; None where each came to its end."""
+def explain(reports: Sequence[Report], tp: int | None = None) -> Failure | None:
+    """From the reports of all ranks, ``tp`` of them in a data-parallel rank; None where each came to its end."""
     first = _first(reports)
     if first is None:
         return None
     states = tuple(_state(report) for report in reports)
-    divergence = find_divergence(reports)
+    divergence = find_divergence(reports, tp)
     shown = _astray(reports, divergence) or first
     return Failure(states, shown["rank"], divergence)
 
@@ -107,7 +107,8 @@ def divergence_sentence(divergence: Divergence) -> str:
     for rank, call in divergence.calls.items():
         ranks.setdefault(call_text(call), []).append(rank)
     parts = [f"{_ranks(group, 'calls')} {text}" for text, group in ranks.items()]
-    return f"the ranks part at collective {divergence.number + 1} of the run: {'; '.join(parts)}"
+    which = "that joins data-parallel ranks" if divergence.across else "of the run"
+    return f"the ranks part at collective {divergence.number + 1} {which}: {'; '.join(parts)}"
 
 
 def call_text(call: Mapping[str, Any] | None) -> str:

@@ -40,11 +40,19 @@ def merge_norms(ranks: Sequence[Norms]) -> dict[str, float]:
     return {name: _merged(name, [norms[name] for norms in ranks if name in norms]) for name in names}
 
 
+def largest_norms(ranks: Sequence[Norms]) -> dict[str, float]:
+    """Over data-parallel ranks, which hold whole values of different tokens: the largest."""
+    names = {name for norms in ranks for name in norms}
+    return {name: _largest([norms[name] for norms in ranks if name in norms]) for name in names}
+
+
 def _merged(name: str, values: list[float]) -> float:
     divided = name.endswith((".o_proj.in", ".act_fn.out"))
-    if any(map(math.isnan, values)):
-        return math.nan  # max would lose it
-    return math.hypot(*values) if divided else max(values)
+    return math.hypot(*values) if divided else _largest(values)
+
+
+def _largest(values: list[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)  # max would lose it
 
 
 def products(config: ModelConfig, grid: Grid, norms: Norms, longest: int) -> list[Product]:

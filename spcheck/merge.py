@@ -11,6 +11,8 @@ from typing import Any
 
 RankReport = dict[str, Any]
 
+_NOWHERE: dict[str, Any] = {"dp": None, "request": None, "position": None}
+
 
 @dataclass
 class ChoiceCounts:
@@ -33,7 +35,7 @@ class ChoiceCounts:
 class ProbeResult:
     """One probe in one forward, over all ranks that own rows of it.
 
-    ``worst`` and ``first`` say where: request, position, rank (and for ``worst`` the rank's own row and the channel).
+    ``worst`` and ``first`` say where: DP rank, request, position, rank, and for ``worst`` the rank's own row and channel.
     ``ranks_over`` are the ranks with a row over the bound. ``histogram`` counts the unequal rows by the binary exponent
     of their error: x holds those from 2**(x - 1) to below 2**x, 1024 the infinite ones too.
     """
@@ -130,7 +132,7 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
     if d["worst_row"] is not None and d["max_rel"] >= result.max_rel:
         result.max_rel = d["max_rel"]
         result.worst = {
-            **row.get("worst", {"request": None, "position": None}),
+            **row.get("worst", _NOWHERE),
             "rank": rank,
             "row": d["worst_row"],
             "channel": d["worst_channel"],
@@ -141,7 +143,7 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
         result.ranks_over = sorted({*result.ranks_over, rank})
         result.note = result.note or d["note"]
         result.ratio = d["ratio"]
-        first = {**row.get("first", {"request": None, "position": None}), "rank": rank}
+        first = {**row.get("first", _NOWHERE), "rank": rank}
         result.first = min((f for f in (result.first, first) if f), key=_place)
 
 
@@ -171,4 +173,4 @@ def total_choices(results: Sequence[ProbeResult]) -> ChoiceCounts:
 
 def _place(where: dict[str, Any]) -> tuple[int, ...]:
     missing = -1  # a misshapen value has no row: it comes first
-    return tuple(missing if where[k] is None else where[k] for k in ("request", "position", "rank"))
+    return tuple(missing if where[k] is None else where[k] for k in ("dp", "request", "position", "rank"))

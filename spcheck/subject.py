@@ -43,6 +43,11 @@ class Tap:
         return self.kind.startswith("routed:")
 
     @property
+    def choice(self) -> bool:
+        """Whether it holds chosen ids: keys, groups, experts or tokens."""
+        return self.kind in ("set", "token")
+
+    @property
     def compared(self) -> bool:
         """Whether it is a value of token rows or requests: counts of work and orders of rows are not."""
         return self.kind not in ("work", "order")
@@ -76,11 +81,14 @@ class Engine(Protocol):
 
     scheme: str
 
-    def start(self, lengths: Sequence[int]) -> None:
-        """Forgets all requests; request ``i`` will hold at most ``lengths[i]`` positions."""
+    def start(self, lengths: Sequence[int], adapters: Sequence[int] | None = None) -> None:
+        """Forgets all requests; ``i`` will hold at most ``lengths[i]`` positions and use LoRA adapter ``adapters[i]``.
+
+        -1 and None are no adapter.
+        """
 
     def step(self, chunks: Sequence[Chunk]) -> None:
-        """One target forward over new tokens of some requests."""
+        """One target forward over new tokens of some requests; of none, a dummy batch, on an idle DP rank."""
 
     def draft(self, requests: Sequence[int], step: int) -> None:
         """One MTP forward for the requests of the last step."""
@@ -108,12 +116,16 @@ class Subject(Protocol):
         scheme: str,
         aux_layers: tuple[int, ...],
         pad_to: int | None,
+        graph_sizes: tuple[int, ...],
         skip_padding: bool,
+        expert_parallel: bool,
+        all2all_backend: str,
+        lora_adapters: int,
     ) -> nn.Module:
         """The engine, its weights loaded (:class:`Engine` is the rest of its type)."""
 
     def taps(
-        self, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]
+        self, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...], expert_parallel: bool
     ) -> Mapping[str, tuple[str, str, int, str, str]]:
         """Probe name -> where to take it, the fields of :class:`Tap`."""
 
@@ -121,9 +133,12 @@ class Subject(Protocol):
         """(module, side, index) of every place where graph-padding rows enter."""
 
 
-def taps_of(subject: Subject, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> dict[str, Tap]:
+def taps_of(
+    subject: Subject, config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...], expert_parallel: bool
+) -> dict[str, Tap]:
     """A subject's taps with their fields named."""
-    return {probe: Tap(*tap) for probe, tap in subject.taps(config, scheme=scheme, aux_layers=aux_layers).items()}
+    taps = subject.taps(config, scheme=scheme, aux_layers=aux_layers, expert_parallel=expert_parallel)
+    return {probe: Tap(*tap) for probe, tap in taps.items()}
 
 
 def load_subject(name: str) -> Subject:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spcheck.contracts.check import Breach, Checked, check_collectives, check_rows, check_work
+from spcheck.contracts.check import Breach, Checked, check_collectives, check_rows
 from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.rows import phases_of_probe
+from spcheck.contracts.work import check_work
 from spcheck.diagnose import hints
 from spcheck.exact import STEP_BOUND
 from spcheck.failure import Failure, divergence_sentence, explain
@@ -61,12 +62,12 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     exactness = check_exactness(plan, reports)
     first = _first_over(plan.case.numerics, results)
-    broken = explain(reports) if failure else None
+    broken = explain(reports, plan.case.tp) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
     if broken and broken.divergence:
         findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
     findings += _value_findings(plan, results, first, exactness)
-    findings += _exactness_findings(results, exactness)
+    findings += _exactness_findings(plan, results, exactness)
     findings += _pairing_findings(plan, results, reports) if failure is None else []
     findings += [_breach_finding(b) for c in (rows, collectives, work) for b in c.breaches]
     findings += _scheme_findings(plan, reports)
@@ -90,18 +91,20 @@ def _equal(results: Sequence[ProbeResult]) -> int:
 
 def sentence(result: ProbeResult, plan: Plan) -> str:
     """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
-    phase = next((p for p in plan.phases if (p.kind, p.call) == (result.phase, result.call)), None)
+    dp_rank = (result.first or {}).get("dp") or 0
+    phase = next((p for p in plan.phases[dp_rank] if (p.kind, p.call) == (result.phase, result.call)), None)
     why = "; ".join(hints(result, plan.case.tp, phase))
-    return f"{label(result)}: {_size(result, plan)}{f'; {why}' if why else ''}"
+    return f"{label(result, plan)}: {_size(result, plan)}{f'; {why}' if why else ''}"
 
 
-def label(result: ProbeResult) -> str:
-    """The probe's name, with the draft step where there is more than one forward."""
-    return f"{result.probe} (draft step {result.call})" if result.phase == "draft" else result.probe
+def label(result: ProbeResult, plan: Plan) -> str:
+    """The probe's name, with the forward unless it is the last target step."""
+    forward = plan.forward_name(result.phase, result.call)
+    return result.probe if forward in ("target step", "caches") else f"{result.probe} ({forward})"
 
 
 def _size(result: ProbeResult, plan: Plan) -> str:
-    where = place(result.first or result.replica)
+    where = place(result.first or result.replica, plan)
     if not result.rows_over:
         return f"the ranks hold different values, first at {where}"
     if result.kind in _CHOICES:
@@ -114,7 +117,7 @@ def _size(result: ProbeResult, plan: Plan) -> str:
     if w.get("channel") is None:
         return size
     values = f"{w['actual']:.6g} for {w['expected']:.6g}"
-    return f"{size}; largest at {place(w)}, row {w['row']} of its shard, channel {w['channel']}: {values}"
+    return f"{size}; largest at {place(w, plan)}, row {w['row']} of its shard, channel {w['channel']}: {values}"
 
 
 def _margin(result: ProbeResult) -> str:
@@ -125,11 +128,12 @@ def _margin(result: ProbeResult) -> str:
     return f", by a margin of {c.flip_margin:.1e} where the scores differ by {c.score_error:.1e}"
 
 
-def place(where: dict[str, Any] | None) -> str:
-    """``request 0 token 9, rank 1``."""
+def place(where: dict[str, Any] | None, plan: Plan) -> str:
+    """``request 0 token 9, rank 1``, with the data-parallel rank where there are several."""
     if where is None or where.get("request") is None:
         return "no single row" if where is None else f"rank {where['rank']}"
-    return f"request {where['request']} token {where['position']}, rank {where['rank']}"
+    dp_rank = f"DP rank {where['dp']} " if plan.case.dp > 1 else ""
+    return f"{dp_rank}request {where['request']} token {where['position']}, rank {where['rank']}"
 
 
 def _first_over(numerics: str, results: Sequence[ProbeResult]) -> ProbeResult | None:
@@ -148,7 +152,9 @@ def _value_findings(
     findings = []
     for r in results:
         if r.reference_replica is not None:
-            message = f"{label(r)}: the reference differs from itself, first at {place(r.reference_replica)}"
+            message = (
+                f"{label(r, plan)}: the reference differs from itself, first at {place(r.reference_replica, plan)}"
+            )
             findings.append(Finding("reference", "INCONCLUSIVE", message, _at(r, r.reference_replica)))
     if first is None:
         return findings
@@ -192,12 +198,12 @@ def _rounding_may_explain(numerics: str, first: ProbeResult, *, exact: bool) -> 
     return numerics == "bfloat16"
 
 
-def _exactness_findings(results: Sequence[ProbeResult], exactness: Exactness | None) -> list[Finding]:
+def _exactness_findings(plan: Plan, results: Sequence[ProbeResult], exactness: Exactness | None) -> list[Finding]:
     findings = []
     if straddled := next((r for r in results if r.straddle is not None), None):
         message = (
-            f"{label(straddled)}: both results are within {STEP_BOUND:.0e} of each other and are rounded to different "
-            f"grid points, first at {place(straddled.straddle)}; another --seed tells more"
+            f"{label(straddled, plan)}: both results are within {STEP_BOUND:.0e} of each other and are rounded to "
+            f"different grid points, first at {place(straddled.straddle, plan)}; another --seed tells more"
         )
         findings.append(Finding("straddle", "INCONCLUSIVE", message, _at(straddled, straddled.straddle)))
     for doubt in exactness.all_doubts if exactness else ():
@@ -216,9 +222,10 @@ def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Seque
     findings = []
     for r in results:
         if r.unpaired:
-            message = f"{label(r)} was seen in the {r.unpaired} only"
+            message = f"{label(r, plan)} was seen in the {r.unpaired} only"
             findings.append(Finding("unpaired", "DIVERGED", message, _at(r, None)))
-    logs = [(side, r[side]) for r in reports for side in ("reference", "candidate") if side in r]
+    busy = [r for r in reports if plan.requests(plan.place(r["rank"]).dp_rank)]  # an idle rank's attention sees no row
+    logs = [(side, r[side]) for r in busy for side in ("reference", "candidate") if side in r]
     silent = {(side, probe) for side, log in logs for probe in log["silent"]}
     for side, probe in sorted(s for s in silent if phases_of_probe(s[1], plan)):
         findings.append(Finding("silent", "DIVERGED", f"{probe}: declared by the {side}, and never fired"))
@@ -228,20 +235,20 @@ def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Seque
 def _breach_finding(breach: Breach) -> Finding:
     # A reference that breaks its own contract proves nothing about the candidate.
     outcome = "DIVERGED" if breach.subject == "candidate" else "INCONCLUSIVE"
-    at = None
-    if breach.probe is not None:
-        at = {"probe": breach.probe, "call": breach.call, "request": None, "position": None, "rank": breach.rank}
+    nowhere = {"dp": None, "request": None, "position": None, "rank": breach.rank}
+    at = None if breach.probe is None else {"probe": breach.probe, "call": breach.call, **nowhere}
     prefix = "" if breach.subject == "candidate" else "reference: "
     return Finding(breach.rule, outcome, prefix + breach.message, at)
 
 
 def _scheme_findings(plan: Plan, reports: Sequence[RankReport]) -> list[Finding]:
-    active = {r["candidate"]["scheme"] for r in reports if "scheme" in r.get("candidate", {})}
     findings = []
-    if wrong := active - {plan.scheme}:
-        active_names = ", ".join(sorted(wrong))
-        message = f"scheme {active_names} is active in the candidate, {plan.scheme} expected ({plan.reason})"
-        findings.append(Finding("scheme", "DIVERGED", message))
+    for (name, side), outcome in zip(plan.sides, ("INCONCLUSIVE", "DIVERGED"), strict=True):
+        active = {r[name]["scheme"] for r in reports if "scheme" in r.get(name, {})}
+        if wrong := active - {side.scheme}:
+            names = ", ".join(sorted(wrong))
+            message = f"scheme {names} is active in the {name}, {side.scheme} expected ({side.reason})"
+            findings.append(Finding("scheme", outcome, message))
     required = plan.case.require_scheme
     if required and required != plan.scheme:
         message = f"scheme {required} is required and {plan.scheme} ran: {plan.reason}"
@@ -264,5 +271,6 @@ def _first_divergence(
 
 
 def _at(result: ProbeResult, where: dict[str, Any] | None) -> dict[str, Any]:
-    found = where or {"request": None, "position": None, "rank": None}
-    return {"probe": result.probe, "call": result.call, **{k: found[k] for k in ("request", "position", "rank")}}
+    found = where or {}
+    keys = ("dp", "request", "position", "rank")
+    return {"probe": result.probe, "call": result.call, **{key: found.get(key) for key in keys}}

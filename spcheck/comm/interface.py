@@ -7,6 +7,9 @@ from torch import Tensor
 
 from spcheck.comm.trace import Trace
 
+ON_CPU = "_cpu"
+"""How the names of groups end that carry CPU tensors, whatever the backend of the others."""
+
 
 class Communicator(Protocol):
     """One group of ranks.

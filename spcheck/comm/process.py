@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spcheck.comm import arguments
 from spcheck.comm.errors import CollectiveArgumentError, CollectiveFailed, CollectiveMismatch
+from spcheck.comm.interface import ON_CPU
 from spcheck.comm.trace import Trace
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -71,7 +72,8 @@ class ProcessWorld:
         if key not in self._groups:
             with self.trace.waiting(f"making group {name}"):
                 self._check_agreed(key)
-                made: Any = _do(f"making group {name!r}", dist.new_group, key[1], self._timeout, self._backend)
+                backend = "gloo" if name.endswith(ON_CPU) else self._backend
+                made: Any = _do(f"making group {name!r}", dist.new_group, key[1], self._timeout, backend)
             inside = self.rank in ranks
             self._groups[key] = ProcessCommunicator(name, key[1], self.rank, made) if inside else None
         return self._groups[key]

@@ -18,7 +18,8 @@ class CollectiveRecord:
 
     `order` counts this rank's calls in all groups that share the log; `kind` is the method's name. `shape`, `dtype`
     (without "torch.") and `bytes` are the argument's: `()`, "" and 0 for a barrier. `module` is the innermost probed
-    module at the time, empty outside all of them.
+    module at the time, empty outside all of them. `sizes` are the row counts by rank of a call that has them, of an
+    all_to_all those it sends; `receive` those it receives.
     """
 
     order: int
@@ -28,6 +29,8 @@ class CollectiveRecord:
     dtype: str
     bytes: int
     module: str
+    sizes: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
 
 
 class Recorded:
@@ -74,17 +77,17 @@ class Recorded:
 
     def all_gatherv(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """See Communicator."""
-        self._record("all_gatherv", x)
+        self._record("all_gatherv", x, sizes)
         return self._left(self._communicator.all_gatherv(x, sizes))
 
     def reduce_scatterv(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """See Communicator."""
-        self._record("reduce_scatterv", x)
+        self._record("reduce_scatterv", x, sizes)
         return self._left(self._communicator.reduce_scatterv(x, sizes))
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See Communicator."""
-        self._record("all_to_all", x)
+        self._record("all_to_all", x, send, receive)
         return self._left(self._communicator.all_to_all(x, send, receive))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -98,12 +101,21 @@ class Recorded:
         self._communicator.barrier()
         self._trace.leave()
 
-    def _record(self, kind: str, x: Tensor) -> None:
-        self._append(kind, tuple(x.shape), str(x.dtype).removeprefix("torch."), x.numel() * x.element_size())
+    def _record(self, kind: str, x: Tensor, sizes: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
+        dtype = str(x.dtype).removeprefix("torch.")
+        self._append(kind, tuple(x.shape), dtype, x.numel() * x.element_size(), tuple(sizes), tuple(receive))
 
-    def _append(self, kind: str, shape: tuple[int, ...], dtype: str, size: int) -> None:
-        module = self._module()
-        self._log.append(CollectiveRecord(len(self._log), kind, self.group, shape, dtype, size, module))
+    def _append(
+        self,
+        kind: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        size: int,
+        sizes: tuple[int, ...] = (),
+        receive: tuple[int, ...] = (),
+    ) -> None:
+        module, order = self._module(), len(self._log)
+        self._log.append(CollectiveRecord(order, kind, self.group, shape, dtype, size, module, sizes, receive))
         self._trace.enter(kind, self.group, shape, dtype, module)
 
     def _left(self, result: R) -> R:

@@ -20,6 +20,9 @@ from typing import Any
 OWN_GROUP = "spcheck"
 """The group name of the tool's own exchanges."""
 
+WITHIN_DP_RANK = "tp"
+"""The group name of calls that stay within a data-parallel rank."""
+
 RING = 1024  # collectives kept: more than two forwards of a model of 61 layers
 _SLOT = 256  # bytes of one entry; a longer module name loses its end
 _HEADER = struct.Struct("<HI")  # length and checksum of the text behind it
@@ -35,9 +38,13 @@ _SEPARATOR = "\x1f"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective as a rank called it: its ``number`` counts all of the rank's calls in all groups from 0."""
+    """One collective as a rank called it: its ``number`` counts all of the rank's calls in all groups from 0.
+
+    ``across`` counts those that join data-parallel ranks, and is None for the others.
+    """
 
     number: int
+    across: int | None
     subject: str
     step: str
     kind: str
@@ -54,6 +61,7 @@ class Trace:
         self._memory = mmap.mmap(file, SIZE, offset=index * SIZE)
         self._place = _SEPARATOR
         self._count = 0
+        self._across = 0
 
     def begin(self, subject: str, step: str) -> None:
         """From here on the rank is in this step of this subject ("" is the tool itself), in none of its modules."""
@@ -77,9 +85,11 @@ class Trace:
     def enter(self, kind: str, group: str, shape: tuple[int, ...] = (), dtype: str = "", module: str = "") -> None:
         """The rank is about to call a collective; until :meth:`leave` it waits there for the others."""
         sizes = ",".join(map(str, shape))
-        text = _SEPARATOR.join((str(self._count), self._place, kind, group, sizes, dtype, module))
+        across = "" if group == WITHIN_DP_RANK else str(self._across)
+        text = _SEPARATOR.join((str(self._count), across, self._place, kind, group, sizes, dtype, module))
         self._put(_FIRST + self._count % RING * _SLOT, text)
         self._count += 1
+        self._across += bool(across)
         self._memory[_ENTERED : _ENTERED + 8] = _COUNT.pack(self._count)
 
     def leave(self) -> None:
@@ -155,12 +165,12 @@ def _packet(text: str) -> bytes:
 
 def _entry(text: str) -> Entry | None:
     """A cut entry has lost the end of its module's name, or, if it is odd beyond that, cannot be used."""
-    parts = text.split(_SEPARATOR, 7)
-    if len(parts) != 8:
+    parts = text.split(_SEPARATOR, 8)
+    if len(parts) != 9:
         return None
-    number, subject, step, kind, group, sizes, dtype, module = parts
+    number, across, subject, step, kind, group, sizes, dtype, module = parts
     shape = tuple(int(size) for size in sizes.split(",") if size)
-    return Entry(int(number), subject, step, kind, group, shape, dtype, module)
+    return Entry(int(number), int(across) if across else None, subject, step, kind, group, shape, dtype, module)
 
 
 def collective_text(entry: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from spcheck.contracts.collectives import Expected, expected_collectives
 from spcheck.contracts.rows import expected_rows, phases_of_probe
 from spcheck.phases import Phase, layer_of
 from spcheck.plan import Plan
+from spcheck.schemes import SidePlan
 
 Reports = Sequence[dict[str, Any]]
 
@@ -39,65 +40,46 @@ class Checked:
 def check_rows(plan: Plan, reports: Reports) -> Checked:
     """Rows per firing of every probe, on every rank, of both subjects, and positions held by the caches."""
     checked, breaches = 0, []
-    for subject, dataflow in (("reference", "reference"), ("candidate", plan.scheme)):
+    for subject, side in plan.sides:
         for report in reports:
             log = report.get(subject)
             if log is None:
                 continue
             seen = {(probe, call): rows for probe, call, rows in log["rows"]}
             checked += len(seen) + len(log.get("cached", {}))
-            breaches += _wrong_rows(plan, subject, dataflow, report["rank"], seen)
+            breaches += _wrong_rows(plan, subject, side, report["rank"], seen)
             breaches += _wrong_caches(plan, subject, report["rank"], log.get("cached", {}))
-    return Checked(checked, _first_rank_only(breaches))
+    return Checked(checked, first_of_each_place(breaches))
 
 
 def check_collectives(plan: Plan, reports: Reports) -> Checked:
     """Every collective of every forward on every rank of both subjects, in order."""
     checked, breaches = 0, []
-    for subject, dataflow in (("reference", "reference"), ("candidate", plan.scheme)):
-        tables = {(p.kind, p.call): expected_collectives(plan, dataflow, p) for p in plan.phases}
-        for report in reports:
-            for phase in plan.phases:
-                seen = report.get(subject, {}).get("collectives", {}).get(f"{phase.kind} {phase.call}")
-                if seen is None:
-                    continue
-                checked += len(seen)
-                wanted = tables[phase.kind, phase.call]
-                # Without SP a block's sum is done by the norm of the next layer.
-                layers = dataflow != "tp"
-                breaches += _wrong_collectives(subject, report["rank"], phase, wanted, seen, "error" in report, layers)
-    return Checked(checked, _first_rank_only(breaches))
-
-
-def check_work(plan: Plan, reports: Reports, other_choices: Collection[tuple[str, int]]) -> Checked:
-    """Rows each expert computed: the reference's choices exactly, plus all padded rows' where these are routed.
-
-    Rows routed without skipping: graph padding, and under SP the rows a shard adds. ``other_choices`` are the
-    (probe, call) at which the candidate chose other experts, a finding of its own: only the total counts there.
-    """
-    wanted = _expert_totals(reports)
-    done = _work_by_global_expert(plan, reports)
-    breaches = []
-    nothing = [0] * plan.config.n_routed_experts
-    for layer, call in {**wanted, **done}:
-        expected, counts = wanted.get((layer, call), nothing), done.get((layer, call), nothing)
-        if (f"{layer}.mlp.gate.choose.out", call) in other_choices:
-            expected, counts = [sum(expected)], [sum(counts)]
-        breaches += _wrong_work(plan, f"{layer}.mlp.experts.work", call, expected, counts)
-    return Checked(sum(len(counts) for counts in done.values()), tuple(breaches))
+    for subject, side in plan.sides:
+        for dp_rank, phases in enumerate(plan.phases):
+            here = [r for r in reports if plan.place(r["rank"]).dp_rank == dp_rank]
+            for number, phase in enumerate(phases):
+                wanted = expected_collectives(plan, side, dp_rank, number)
+                for report in here:
+                    seen = report.get(subject, {}).get("collectives", {}).get(f"{phase.kind} {phase.call}")
+                    if seen is not None:
+                        checked += len(seen)
+                        breaches += _Calls(subject, side, report["rank"], phase).wrong(wanted, seen, "error" in report)
+    return Checked(checked, first_of_each_place(breaches))
 
 
 def _wrong_rows(
-    plan: Plan, subject: str, dataflow: str, rank: int, seen: dict[tuple[str, int], list[int]]
+    plan: Plan, subject: str, side: SidePlan, rank: int, seen: Mapping[tuple[str, int], list[int]]
 ) -> list[Breach]:
     breaches = []
     for (probe, call), rows in seen.items():
-        phase = next((p for p in phases_of_probe(probe, plan) if p.call == call), None)
-        wanted = expected_rows(probe, dataflow, phase, plan.case.tp) if phase else []
-        if ".softmax." in probe and dataflow != "reference":
+        phases = phases_of_probe(probe, plan, plan.place(rank).dp_rank)
+        phase = next((p for p in phases if p.call == call), None)
+        wanted = expected_rows(probe, side, plan.config, phase) if phase else []
+        if ".softmax." in probe and not side.plain:
             rows = [sum(rows)]  # it may run over the rows in chunks
         if rows != wanted:
-            message = f"{probe}: {_rows(rows)} on rank {rank}, {_rows(wanted)} expected under {dataflow}"
+            message = f"{probe}: {_rows(rows)} on rank {rank}, {_rows(wanted)} expected under {side.scheme}"
             breaches.append(Breach("rows", message, subject, probe, call, rank))
     return breaches
 
@@ -107,7 +89,8 @@ def _rows(counts: list[int]) -> str:
 
 
 def _wrong_caches(plan: Plan, subject: str, rank: int, held: dict[str, list[int]]) -> list[Breach]:
-    wanted = {name: list(plan.cache_phase(name).counts) for name in held if plan.cache_phase(name).real}
+    phases = {name: plan.cache_phase(name, plan.place(rank).dp_rank) for name in held}
+    wanted = {name: list(phase.counts) for name, phase in phases.items() if phase.real}
     actual = {name: held[name] for name in wanted}
     breaches = []
     for item in DeepDiff(wanted, actual, view="tree", verbose_level=2).values():
@@ -119,96 +102,68 @@ def _wrong_caches(plan: Plan, subject: str, rank: int, held: dict[str, list[int]
     return breaches
 
 
-def _wrong_collectives(
-    subject: str,
-    rank: int,
-    phase: Phase,
-    wanted: list[Expected],
-    seen: list[dict[str, Any]],
-    cut_short: bool,
-    layers: bool,
-) -> list[Breach]:
-    """The first collective that differs; what follows it is its consequence. A crash may end the list early.
+@dataclass(frozen=True)
+class _Calls:
+    """The collectives of one forward on one rank."""
 
-    With ``layers`` one that a module of another layer calls is another one: a surplus call may look like the next.
-    """
-    for number, (w, s) in enumerate(zip(wanted, seen, strict=False), start=1):
-        same = (w.kind, w.group, list(w.shape), w.dtype, w.bytes)
-        called = (s["kind"], s["group"], list(s["shape"]), s["dtype"], s["bytes"])
-        if same != called or (layers and _other_layer(w.where, s["module"])):
-            message = f"{_nth(phase, number)} on rank {rank} is {_seen(s)}, {_wanted(w)} expected"
-            return [Breach("collectives", message, subject, s["module"] or w.where, phase.call, rank)]
-    if len(seen) > len(wanted):
-        surplus = seen[len(wanted)]
-        message = f"{_nth(phase, len(wanted) + 1)} on rank {rank} is {_seen(surplus)}, none expected"
-        return [Breach("collectives", message, subject, surplus["module"] or "engine", phase.call, rank)]
-    if len(seen) < len(wanted) and not cut_short:
-        missing = wanted[len(seen)]
-        message = f"{_nth(phase, len(seen) + 1)} is missing on rank {rank}: {_wanted(missing)} expected"
-        return [Breach("collectives", message, subject, missing.where, phase.call, rank)]
-    return []
+    subject: str
+    side: SidePlan
+    rank: int
+    phase: Phase
 
+    def wrong(self, wanted: list[Expected], seen: list[dict[str, Any]], cut_short: bool) -> list[Breach]:
+        """The first collective that differs; what follows it is its consequence. A crash may end the list early."""
+        for number, (w, s) in enumerate(zip(wanted, seen, strict=False), start=1):
+            if not self._same(w, s):
+                return [self._breach(number, f"on rank {self.rank} is {_seen(s)}, {_wanted(w)} expected", s, w)]
+        if len(seen) > len(wanted):
+            surplus = seen[len(wanted)]
+            message = f"on rank {self.rank} is {_seen(surplus)}, none expected"
+            return [self._breach(len(wanted) + 1, message, surplus, None)]
+        if len(seen) < len(wanted) and not cut_short:
+            missing = wanted[len(seen)]
+            message = f"is missing on rank {self.rank}: {_wanted(missing)} expected"
+            return [self._breach(len(seen) + 1, message, None, missing)]
+        return []
 
-def _other_layer(wanted: str, seen: str) -> bool:
-    layers = layer_of(wanted), layer_of(seen)
-    return None not in layers and layers[0] != layers[1]
+    def _same(self, w: Expected, s: dict[str, Any]) -> bool:
+        """One that a module of another layer calls is another one: a surplus call may look like the next.
 
+        Without SP a block's sum is done by the norm of the next layer.
+        """
+        shape = list(s["shape"])
+        if w.by_choice:  # how many rows travel is held against the choices themselves (work.py)
+            called: list[Any] = [s["kind"], s["group"], shape[1:], s["dtype"]]
+            return called == [w.kind, w.group, list(w.shape[1:]), w.dtype] and not self._other_layer(w, s)
+        if w.sizes is not None and list(w.sizes) != list(s["sizes"]):
+            return False
+        called = [s["kind"], s["group"], shape, s["dtype"], s["bytes"]]
+        return called == [w.kind, w.group, list(w.shape), w.dtype, w.bytes] and not self._other_layer(w, s)
 
-def _nth(phase: Phase, number: int) -> str:
-    return f"collective {number} of {phase.kind} step {phase.call}"
+    def _other_layer(self, w: Expected, s: dict[str, Any]) -> bool:
+        layers = layer_of(w.where), layer_of(s["module"])
+        # Without SP in all of its layers a sum may be that of the layer before.
+        open_sums = self.side.scheme in ("tp", "moe-sp") and w.kind == "all_reduce"
+        return not open_sums and None not in layers and layers[0] != layers[1]
+
+    def _breach(self, number: int, message: str, seen: dict[str, Any] | None, wanted: Expected | None) -> Breach:
+        where = (seen or {}).get("module") or (wanted.where if wanted else "engine")
+        message = f"collective {number} of {self.phase.kind} step {self.phase.call} {message}"
+        return Breach("collectives", message, self.subject, where, self.phase.call, self.rank)
 
 
 def _seen(s: dict[str, Any]) -> str:
-    return f"{s['kind']} {list(s['shape'])} {s['dtype']} on {s['group']} (in {s['module'] or 'the engine'})"
+    sizes = f" sizes {list(s['sizes'])}" if s.get("sizes") else ""
+    return f"{s['kind']} {list(s['shape'])}{sizes} {s['dtype']} on {s['group']} (in {s['module'] or 'the engine'})"
 
 
 def _wanted(w: Expected) -> str:
-    return f"{w.kind} {list(w.shape)} {w.dtype} on {w.group} (for {w.where})"
+    shape = ["*", *w.shape[1:]] if w.by_choice else list(w.shape)
+    sizes = f" sizes {list(w.sizes)}" if w.sizes is not None else ""
+    return f"{w.kind} [{', '.join(map(str, shape))}]{sizes} {w.dtype} on {w.group} (for {w.where})"
 
 
-def _expert_totals(reports: Reports) -> dict[tuple[str, int], list[int]]:
-    """(layer, call) -> rows per global expert that the reference's real rows chose."""
-    totals: dict[tuple[str, int], list[int]] = {}
-    for report in reports:
-        for probe, call, counts in report.get("expert_rows", []):
-            key = probe.removesuffix(".mlp.gate.choose.out"), call
-            totals[key] = [a + b for a, b in zip(totals.get(key, [0] * len(counts)), counts, strict=True)]
-    return totals
-
-
-def _work_by_global_expert(plan: Plan, reports: Reports) -> dict[tuple[str, int], list[int]]:
-    """(layer, call) -> rows each global expert computed; rank r holds the r-th block of E/ep experts."""
-    local = plan.config.n_routed_experts // plan.case.tp
-    done: dict[tuple[str, int], list[int]] = {}
-    for report in reports:
-        for probe, call, counts in report.get("candidate", {}).get("work", []):
-            total = done.setdefault((probe.removesuffix(".mlp.experts.work"), call), [0] * plan.config.n_routed_experts)
-            for expert, rows in enumerate(counts, start=report["rank"] * local):
-                total[expert] += rows
-    return done
-
-
-def _wrong_work(plan: Plan, probe: str, call: int, wanted: list[int], done: list[int]) -> list[Breach]:
-    phase = next(p for p in phases_of_probe(probe, plan) if p.call == call)
-    if plan.case.skip_padding:
-        wrong = [e for e, (w, d) in enumerate(zip(wanted, done, strict=True)) if w != d]
-        rule = "padded rows skipped"
-    else:
-        wrong = [e for e, (w, d) in enumerate(zip(wanted, done, strict=True)) if d < w]
-        rule = "every real row routed"
-    if wrong:
-        e = wrong[0]
-        message = f"{probe}: expert {e} computed {done[e]} rows, the reference routed {wanted[e]} to it ({rule})"
-        return [Breach("work", message, "candidate", probe, call)]
-    rows = phase.shard_rows(plan.case.tp) * plan.case.tp if plan.scheme == "full-sp" else phase.padded
-    extra = 0 if plan.case.skip_padding else (rows - phase.real) * plan.config.num_experts_per_tok
-    if sum(done) != sum(wanted) + extra:
-        message = f"{probe}: {sum(done)} rows computed by all experts, {sum(wanted) + extra} expected"
-        return [Breach("work", message, "candidate", probe, call)]
-    return []
-
-
-def _first_rank_only(breaches: list[Breach]) -> tuple[Breach, ...]:
+def first_of_each_place(breaches: Sequence[Breach]) -> tuple[Breach, ...]:
     """One breach per place: other ranks' breaches of the same rule at the same place say nothing new."""
     seen: dict[tuple[str, str, str | None, int | None], Breach] = {}
     for breach in breaches:

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from reference.config import ModelConfig
+from spcheck.contracts.rows import enters_on_shards
 from spcheck.phases import Phase
 from spcheck.plan import Plan
+from spcheck.schemes import SidePlan
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8}
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One collective as the table wants it; ``shape`` is the argument's on each rank, ``where`` is for messages."""
+    """One collective as the table wants it; ``where`` is for messages.
+
+    ``shape`` is the argument's on each rank; with ``by_choice`` its rows depend on what tokens choose. ``sizes`` are
+    the row counts by rank that it must be told, None for those that are told none, or by choice.
+    """
 
     kind: str
     group: str
     shape: tuple[int, ...]
     dtype: str
     where: str
+    sizes: tuple[int, ...] | None = None
+    by_choice: bool = False
 
     @property
     def bytes(self) -> int:
@@ -29,84 +36,151 @@ class Expected:
         return math.prod(self.shape) * _BYTES[self.dtype]
 
 
-def expected_collectives(plan: Plan, dataflow: str, phase: Phase) -> list[Expected]:
-    """All collectives of one forward, in order. ``dataflow``: ``"reference"``, ``"tp"`` or ``"full-sp"``."""
-    if dataflow == "reference":
-        counts = phase.counts
-        return [c for n in counts for c in _Table(plan, phase, n, dataflow).forward()]
-    return list(_Table(plan, phase, phase.padded, dataflow).forward())
+def expected_collectives(plan: Plan, side: SidePlan, dp_rank: int, number: int) -> list[Expected]:
+    """All collectives of forward ``number`` of a side on one data-parallel rank, in order."""
+    phases = [phases[number] for phases in plan.phases]
+    phase = phases[dp_rank]
+    rows = phase.counts if side.plain else (phase.padded,)
+    return [c for n in rows for c in _Table(plan, side, phases, dp_rank, n).forward()]
 
 
 class _Table:
     """The rules for ``n`` rows. D hidden size, K experts per token, m rows of a shard."""
 
-    def __init__(self, plan: Plan, phase: Phase, n: int, dataflow: str) -> None:
-        self.config: ModelConfig = plan.config
-        self.plan = plan
-        self.phase = phase
-        self.tp = plan.reference_world if dataflow == "reference" else plan.case.tp
+    def __init__(self, plan: Plan, side: SidePlan, phases: Sequence[Phase], dp_rank: int, n: int) -> None:
+        self.plan, self.side, self.config = plan, side, plan.config
+        self.phases, self.phase = phases, phases[dp_rank]
+        self.tp, self.dp = side.tp, plan.case.dp
         self.n = n
         self.m = -(-n // self.tp)
         self.dtype = plan.dtype
-        self.full_sp = dataflow == "full-sp"
-        self.extra_aux = dataflow == "tp"
+        self.aux = plan.case.aux_layers
+        self.pending: list[int] = []  # auxiliary states that wait as shards for the next gather
 
     def forward(self) -> Iterator[Expected]:
-        return self.draft() if self.phase.kind == "draft" else self.target()
+        if self.agrees:
+            yield Expected("all_reduce", "dp_cpu", (2, self.dp), "int64", "the data-parallel ranks' row counts")
+        yield from self.draft() if self.phase.kind == "draft" else self.target()
+
+    @property
+    def agrees(self) -> bool:
+        """Draft step 0 has the rows of its target step, and runs in its context."""
+        first = self.phase.kind == "draft" and self.phase.draft == 0
+        return not self.side.plain and self.dp > 1 and self.plan.has_moe and not first
 
     def target(self) -> Iterator[Expected]:
-        aux = self.plan.case.aux_layers
         layers = self.config.num_hidden_layers
         yield self.all_reduce("model.embed_tokens")
         for layer in range(layers):
-            yield from self.aux_reduction(layer)
+            yield from self.aux_state(layer)
             yield from self.layer(layer)
-        yield from self.aux_reduction(layers)
-        if not self.full_sp:
-            yield from self.mlp_reduction(layers - 1)
-        else:
-            yield self.hidden("all_gather", "tp", self.m, "model exit", width=1 + len(aux))
+        yield from self.aux_state(layers)
+        yield from self.exit(layers)
         yield self.logits("lm_head")
 
+    def exit(self, layers: int) -> Iterator[Expected]:
+        if self.side.scheme == "full-sp":
+            yield self.hidden("all_gather", "tp", self.m, "model exit", width=1 + len(self.aux))
+        elif self.on_shards(layers):
+            yield self.border("model exit")
+        else:
+            yield from self.mlp_reduction(layers - 1)
+
     def draft(self) -> Iterator[Expected]:
-        layer = self.plan.mtp_layer(self.phase.call)
+        layer = self.plan.mtp_layer(self.phase.draft)
         name = f"model.layers.{layer}"
         yield self.all_reduce(f"{name}.embed_tokens")
         yield from self.layer(layer, first=True)
-        if self.full_sp:
-            yield self.hidden("all_gather", "tp", self.m, f"{name} exit")
+        if self.side.sharded:
+            width = 2 if self.side.scheme == "moe-sp" else 1
+            yield self.hidden("all_gather", "tp", self.m, f"{name} exit", width=width)
         else:
             yield self.all_reduce(f"{name}.shared_head.norm")
         yield self.logits(f"{name}.shared_head.head")
 
     def layer(self, layer: int, first: bool = False) -> Iterator[Expected]:
-        """One decoder layer; without SP the sum over its MLP is the next norm's and comes with the next layer."""
-        attention = f"model.layers.{layer}.self_attn"
-        if not self.full_sp:
-            if layer > 0 and not first:
-                yield from self.mlp_reduction(layer - 1)
-            yield self.all_reduce(attention)
-            return
-        yield self.hidden("all_gather", "tp", self.m, attention)
-        yield self.hidden("reduce_scatter", "tp", self.m * self.tp, attention)
-        if self.config.is_moe_layer(layer):
-            yield from self.dispatch_and_combine(f"model.layers.{layer}.mlp.experts")
+        """One decoder layer; a sum that is left open is the next norm's and comes with the next layer."""
+        name = f"model.layers.{layer}"
+        yield from self.before_attention(name, layer, first)
+        scatters = self.side.scheme == "full-sp" or (self.side.sharded and self.config.is_moe_layer(layer))
+        if scatters:
+            yield self.hidden("reduce_scatter", "tp", self.m * self.tp, f"{name}.self_attn")
+        else:
+            yield self.all_reduce(f"{name}.self_attn")
+        if self.config.is_moe_layer(layer) and not self.side.plain and (self.side.sharded or self.dp > 1):
+            yield from self.dispatch_and_combine(f"{name}.mlp.experts")
+
+    def before_attention(self, name: str, layer: int, first: bool) -> Iterator[Expected]:
+        if self.side.scheme == "full-sp":
+            yield self.hidden("all_gather", "tp", self.m, f"{name}.self_attn")
+        elif self.on_shards(layer) and not first:
+            if self.config.is_moe_layer(layer):
+                yield self.hidden("all_gather", "tp", self.m, f"{name}.self_attn")
+            else:
+                yield self.border(name)
+        elif layer > 0 and not first:
+            yield from self.mlp_reduction(layer - 1)
+
+    def on_shards(self, layer: int) -> bool:
+        """Whether ``moe-sp`` hands a layer (or, behind the last one, the exit) shards."""
+        if self.side.scheme != "moe-sp" or layer == 0:
+            return False
+        return enters_on_shards(self.config, layer) or (
+            layer == self.config.num_hidden_layers and self.config.is_moe_layer(layer - 1)
+        )
+
+    def border(self, where: str) -> Expected:
+        """One packed gather of hidden, residual, and the auxiliary states that waited for it."""
+        width, self.pending = 2 + len(self.pending), []
+        return self.hidden("all_gather", "tp", self.m, where, width=width)
 
     def mlp_reduction(self, layer: int) -> Iterator[Expected]:
         yield self.all_reduce(f"model.layers.{layer}.mlp")
 
-    def aux_reduction(self, layer: int) -> Iterator[Expected]:
-        """Without SP an auxiliary state needs the sum that the norm behind it does as well."""
-        if self.extra_aux and layer > 0 and layer in self.plan.case.aux_layers:
+    def aux_state(self, layer: int) -> Iterator[Expected]:
+        """A packed dataflow on full rows needs the sum that the norm behind it does as well; shards wait."""
+        if layer not in self.aux or layer == 0 or self.side.plain or self.side.scheme == "full-sp":
+            return
+        if not self.on_shards(layer):
             yield self.all_reduce(f"model.aux.{layer}")
+        elif layer < self.config.num_hidden_layers and self.config.is_moe_layer(layer):
+            self.pending.append(layer)
 
     def dispatch_and_combine(self, where: str) -> Iterator[Expected]:
+        """Rows to the experts and back, over the world under SP, else over the data-parallel ranks."""
         k = self.config.num_experts_per_tok
+        sizes = self.dispatched_sizes()
+        own = self.m if self.side.sharded else self.n
         weights = "float32" if self.dtype == "bfloat16" else self.dtype
-        yield self.hidden("all_gatherv", "ep", self.m, where)
-        yield Expected("all_gatherv", "ep", (self.m, k), "int64", where)
-        yield Expected("all_gatherv", "ep", (self.m, k), weights, where)
-        yield self.hidden("reduce_scatterv", "ep", self.m * self.tp, where)
+        hidden = (self.config.hidden_size, self.dtype)
+        tensors = [hidden, (k, "int64"), (k, weights)]
+        if self.plan.case.all2all_backend == "allgather_reducescatter":
+            yield from (self.routed("all_gatherv", own, what, where, sizes) for what in tensors)
+            yield self.routed("reduce_scatterv", sum(sizes), hidden, where, sizes)
+        elif self.plan.case.all2all_backend == "naive":
+            yield from (self.routed("broadcast", rows, what, where) for what in tensors for rows in sizes)
+            yield self.routed("all_reduce", sum(sizes), hidden, where)
+        else:
+            ones = (1,) * len(sizes)
+            yield Expected("all_to_all", self.dispatch_group, (len(sizes),), "int64", where, ones)
+            for what in (*tensors, hidden):
+                yield replace(self.routed("all_to_all", own, what, where), by_choice=True)
+
+    def routed(
+        self, kind: str, rows: int, what: tuple[int, str], where: str, sizes: tuple[int, ...] | None = None
+    ) -> Expected:
+        width, dtype = what
+        return Expected(kind, self.dispatch_group, (rows, width), dtype, where, sizes)
+
+    @property
+    def dispatch_group(self) -> str:
+        return "ep" if self.side.sharded else "dp"
+
+    def dispatched_sizes(self) -> tuple[int, ...]:
+        """Rows of every rank of the group: ceil(n_d / tp) of each rank of data-parallel rank d, or n_d without SP."""
+        if self.side.sharded:
+            return tuple(p.shard_rows(self.tp) for p in self.phases for _ in range(self.tp))
+        return tuple(p.padded for p in self.phases)
 
     def all_reduce(self, where: str) -> Expected:
         return self.hidden("all_reduce", "tp", self.n, where)

@@ -1,8 +1,9 @@
 """Ranks that part: the first collective that is not the same on all of them. No torch.
 
-All ranks issue one sequence of collectives, the tool's own exchanges among them, as every group holds all ranks. So the
-n-th call of one rank is the n-th call of each, and the first pair that differs is where control flow parted: what
-follows is its consequence, on some backends as garbage, on others as an error or a wait without end.
+The ranks of a data-parallel rank issue one sequence of collectives, the tool's own exchanges among them. So the n-th
+call of one is the n-th call of each, and the first pair that differs is where control flow parted: what follows is its
+consequence, on some backends as garbage, on others as an error or a wait without end. Between data-parallel ranks that
+holds for the calls that join them: their tensor-parallel groups do as many as they have requests, in a plain subject.
 """
 
 from __future__ import annotations
@@ -22,16 +23,38 @@ class Divergence:
 
     ``before`` is the last one that was, None where the trace does not reach back that far. ``calls`` has what each rank
     called instead, None for a rank that ended without another call; ranks that did not get there are not in it.
+    ``across``: only calls that join data-parallel ranks are counted.
     """
 
     number: int
     before: dict[str, Any] | None
     calls: dict[int, dict[str, Any] | None]
+    across: bool = False
 
 
-def find_divergence(reports: Sequence[Mapping[str, Any]]) -> Divergence | None:
-    """Compares the traces of all ranks; None where no two of them contradict each other."""
-    calls = {r["rank"]: {c["number"]: c for c in r["trace"]["collectives"]} for r in reports if "trace" in r}
+def find_divergence(reports: Sequence[Mapping[str, Any]], tp: int | None = None) -> Divergence | None:
+    """Compares the traces of all ranks, ``tp`` of them in a data-parallel rank; None where none contradict each other.
+
+    What parts ranks of one data-parallel rank comes before what parts these.
+    """
+    width = tp or len(reports)
+    by_dp_rank = [reports[at : at + width] for at in range(0, len(reports), width)]
+    found = [d for d in (_first_apart(group, "number") for group in by_dp_rank) if d]
+    return min(found, key=lambda d: d.number, default=None) or _across(by_dp_rank)
+
+
+def _across(by_dp_rank: Sequence[Sequence[Mapping[str, Any]]]) -> Divergence | None:
+    if len(by_dp_rank) == 1:
+        return None
+    return _first_apart([report for group in by_dp_rank for report in group], "across")
+
+
+def _first_apart(reports: Sequence[Mapping[str, Any]], count: str) -> Divergence | None:
+    """``count`` is the field of a call by which those that belong together are found."""
+    calls: dict[int, dict[int, Entry]] = {}
+    for report in (r for r in reports if "trace" in r):
+        counted = [c for c in report["trace"]["collectives"] if c[count] is not None]
+        calls[report["rank"]] = {c[count]: c for c in counted}
     finished = {r["rank"] for r in reports if "error" not in r}
     seen = sorted({number for by_number in calls.values() for number in by_number})
     before = None
@@ -39,7 +62,7 @@ def find_divergence(reports: Sequence[Mapping[str, Any]]) -> Divergence | None:
         here = _calls_at(number, calls, finished)
         if len({_identity(call) for call in here.values()}) > 1:
             plain = {rank: None if call is None else dict(call) for rank, call in sorted(here.items())}
-            return Divergence(number, before, plain)
+            return Divergence(number, before, plain, across=count == "across")
         before = next((dict(call) for call in here.values() if call is not None), None)
     return None
 

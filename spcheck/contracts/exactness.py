@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spcheck.exact import LIMIT, Grid
-from spcheck.guard import Product, merge_norms, products
+from spcheck.guard import Product, largest_norms, merge_norms, products
 from spcheck.plan import Plan
 
 Reports = Sequence[dict[str, Any]]
@@ -42,12 +42,12 @@ class Exactness:
 
 def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     """The guard on what the ranks measured; None where nothing is rounded, or where the run did not come to its end."""
-    norms = [r.get("reference", {}).get("norms") for r in reports[: plan.reference_world]]
+    norms = _norms_by_dp_rank(plan, reports)
     weights = [r.get("weight_norms") for r in reports]
-    if plan.grid is None or not reports or not all(norms) or not all(w is not None for w in weights):
+    if plan.grid is None or not reports or norms is None or not all(w is not None for w in weights):
         return None
-    merged = merge_norms([n for n in norms if n]) | merge_norms([w for w in weights if w])
-    longest = max(plan.case.requests) + max(plan.case.mtp_steps - 1, 0)
+    merged = largest_norms(norms) | merge_norms([w for w in weights if w])
+    longest = max(n for d in range(plan.case.dp) for n in plan.lengths(d))
     made = products(plan.config, plan.grid, merged, longest)
     doubts = [_doubt(p, plan.grid) for p in made if not p.exact]
     doubts += dict.fromkeys(_operands("reference", reports, plan.grid))
@@ -55,6 +55,17 @@ def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     strayed = dict.fromkeys(_operands("candidate", reports, plan.grid))
     tightest = max(made, key=lambda p: p.bits)
     return Exactness(plan.grid.name, len(made), tightest, tuple(doubts), (*vacuous, *strayed))
+
+
+def _norms_by_dp_rank(plan: Plan, reports: Reports) -> list[dict[str, float]] | None:
+    """What each data-parallel rank's reference measured, over its ranks; None where one of them says nothing."""
+    busy = [d for d in range(plan.case.dp) if plan.requests(d)]
+    ran = [r for r in reports if plan.place(r["rank"]).tp_rank < plan.reference.tp]
+    norms = [(plan.place(r["rank"]).dp_rank, r.get("reference", {}).get("norms")) for r in ran]
+    logs = [[mine for dp_rank, mine in norms if dp_rank == d] for d in busy]
+    if not all(norms for log in logs for norms in log) or not all(logs):
+        return None
+    return [merge_norms([norms for norms in log if norms]) for log in logs]
 
 
 def _doubt(product: Product, grid: Grid) -> str:
@@ -81,7 +92,6 @@ def _vacuous(reports: Reports, grid: Grid) -> list[str]:
     return [f"grid {grid.name} takes {lost[worst]:.0%} of {worst}{more}: what they do was not tested"]
 
 
-def _zeros(norms: Sequence[dict[str, float] | None]) -> list[str]:
-    """Activations of the reference that were rounded to nothing on every rank."""
-    known = [n for n in norms if n]
-    return sorted(name for name in known[0] if all(n.get(name) == 0.0 for n in known))
+def _zeros(norms: Sequence[dict[str, float]]) -> list[str]:
+    """Activations of the reference that were rounded to nothing everywhere."""
+    return sorted(name for name in norms[0] if all(n.get(name) == 0.0 for n in norms))

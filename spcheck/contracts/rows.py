@@ -1,15 +1,18 @@
-"""The token-count contract: how many rows each probe must see on each rank. Source: the full-chain SP dataflow.
+"""The token-count contract: how many rows each probe must see on each rank. Source: the dataflows of SP engines.
 
 Under ``full-sp`` hidden and residual states are shards from model entry to exit; only attention, from its gather to
-its output projection, and what stands before the entry or after the exit sees all rows.
+its output projection, and what stands before the entry or after the exit sees all rows. Under ``moe-sp`` a MoE layer
+works on shards from behind its attention, and the next MoE layer's input norm still does; all else sees all rows.
 """
 
 from __future__ import annotations
 
 import re
 
+from reference.config import ModelConfig
 from spcheck.phases import Phase, layer_of
 from spcheck.plan import Plan
+from spcheck.schemes import SidePlan
 
 _ON_SHARDS = re.compile(
     r"""\.(input_layernorm|post_attention_layernorm)\.(in|out)$  # the residual stream and its norms
@@ -20,28 +23,45 @@ _ON_SHARDS = re.compile(
     """,
     re.VERBOSE,
 )
+_IN_MOE_SP = re.compile(r"\.post_attention_layernorm\.(in|out)$ | \.self_attn\.out$ | \.mlp\.", re.VERBOSE)
+_INPUT_NORM = re.compile(r"\.input_layernorm\.(in|out)$")
 
 
-def expected_rows(probe: str, dataflow: str, phase: Phase, tp: int) -> list[int]:
-    """Rows per firing of a probe in one forward of all requests, the same on every rank.
+def expected_rows(probe: str, side: SidePlan, config: ModelConfig, phase: Phase) -> list[int]:
+    """Rows per firing of a probe in one forward of all requests, the same on every rank of a data-parallel rank.
 
-    ``dataflow`` is ``"reference"`` (one firing per request, its own rows), ``"tp"`` or ``"full-sp"`` (one firing).
+    A plain subject has one firing per request, of its own rows; a packed one has one.
     """
     per_request = probe.endswith(("sampler.in", "sampler.out"))
-    if dataflow == "reference":
+    if side.plain:
         return [1] * len(phase.counts) if per_request else list(phase.counts)
     if per_request:
         return [len(phase.counts)]
     if probe.endswith((".softmax.in", ".softmax.out")):
         return [phase.real]  # attention runs for tokens only
-    if dataflow == "full-sp" and _ON_SHARDS.search(probe):
-        return [phase.shard_rows(tp)]
-    return [phase.padded]
+    return [phase.shard_rows(side.tp) if _on_shard(probe, side.scheme, config) else phase.padded]
 
 
-def phases_of_probe(probe: str, plan: Plan) -> list[Phase]:
+def _on_shard(probe: str, scheme: str, config: ModelConfig) -> bool:
+    if scheme == "full-sp":
+        return _ON_SHARDS.search(probe) is not None
+    layer = layer_of(probe)
+    if scheme != "moe-sp" or layer is None or not config.is_moe_layer(layer):
+        return False
+    return _IN_MOE_SP.search(probe) is not None or (
+        enters_on_shards(config, layer) and _INPUT_NORM.search(probe) is not None
+    )
+
+
+def enters_on_shards(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer is handed shards under ``moe-sp``: the layer before has experts; an MTP layer has none before."""
+    return 0 < layer < config.num_hidden_layers and config.is_moe_layer(layer - 1)
+
+
+def phases_of_probe(probe: str, plan: Plan, dp_rank: int = 0) -> list[Phase]:
     """The forwards in which a probe must fire: an MTP layer's in the draft steps that use it, else the target's."""
     layer = layer_of(probe)
+    phases = plan.phases[dp_rank]
     if layer is None or layer < plan.config.num_hidden_layers:
-        return [phase for phase in plan.phases if phase.kind == "target"]
-    return [phase for phase in plan.phases if phase.kind == "draft" and plan.mtp_layer(phase.call) == layer]
+        return [phase for phase in phases if phase.kind == "target"]
+    return [phase for phase in phases if phase.kind == "draft" and plan.mtp_layer(phase.draft) == layer]

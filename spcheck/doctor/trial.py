@@ -85,7 +85,7 @@ def _why_no_nccl(torch: Torch) -> str | None:
 def attempt(name: str, ranks: int) -> Backend:
     """Runs the case."""
     start = time.monotonic()
-    case = Case(requests=(_TOKENS,), tp=ranks, backend=name)
+    case = Case(requests=((_TOKENS,),), tp=ranks, backend=name)
     try:
         log = run_case(case, lambda _: None)
         verdict = conclude(make_plan(case), log.reports, log.environment, log.failure).verdict

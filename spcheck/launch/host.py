@@ -48,7 +48,7 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
     plan = make_plan(Case.from_json(request["case"]))
     try:
         gpus = _gpus() if torch.version.cuda and plan.case.backend in ("auto", "nccl") else 0
-        backend = _backend(plan.case.backend, plan.case.tp, gpus)
+        backend = _backend(plan.case.backend, plan.case.ranks, gpus)
         check_weights(plan)
     except (UsageError, CheckpointError) as error:
         _say(channel, {"event": "refused", "message": str(error)})

@@ -51,7 +51,7 @@ def run_case(case: Case, progress: Progress) -> RunLog:
     _check_folder()
     with (
         meeting_place() as (store, handles),
-        trace_file(case.tp) as traces,
+        trace_file(case.ranks) as traces,
         _host((*handles, traces)) as (host, errors),
     ):
         progress("starting ranks")
@@ -95,7 +95,7 @@ def _listen(
             raise HostFailed(f"the host process broke: {last}", message["traceback"])
         if message["event"] == "ready":
             log.environment = message["environment"]
-            progress(f"running {case.tp} rank{'s' if case.tp > 1 else ''} on {log.environment['backend']}")
+            progress(f"running {case.ranks} rank{'s' if case.ranks > 1 else ''} on {log.environment['backend']}")
         else:
             log.reports = message["reports"]
             if internal := internal_error(log.reports):
@@ -114,7 +114,7 @@ def _listen(
 def _examine(log: RunLog, host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, traces: int) -> None:
     """The host cannot say what its ranks did: what they left in their traces can."""
     threads = log.environment.get("backend") == "loopback"
-    log.reports = examine(traces, case.tp, StackFile(errors) if threads else None, host, _limit(case))
+    log.reports = examine(traces, case.ranks, StackFile(errors) if threads else None, host, _limit(case))
     if threads and host.returncode is None and log.reports:
         log.failure = failure_sentence(log.reports)
 

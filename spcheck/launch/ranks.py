@@ -53,14 +53,14 @@ class _Threads:
 
     def __init__(self, plan: Plan, traces: int = -1, pool: EnginePool | None = None) -> None:
         self._pool = pool or EnginePool()
-        self.reports: list[Report] = [{"rank": rank} for rank in range(plan.case.tp)]
+        self.reports: list[Report] = [{"rank": rank} for rank in range(plan.case.ranks)]
         self.traces = _traces(plan, traces)
         self._plan = plan
         self._ended: set[int] = set()
 
     def run(self) -> None:
         try:
-            run_loopback(self._plan.case.tp, self._main, self.traces)
+            run_loopback(self._plan.case.ranks, self._main, self.traces)
         except WorldFailed as failed:
             for outcome in failed.outcomes:
                 if outcome.exception is not None and "error" not in self.reports[outcome.rank]:
@@ -104,7 +104,7 @@ def run_processes(
             _Rank(plan, backend, rank, trace).live(store, stack, send, deadline)
         os.close(send)
         children.append(Child(rank, child, os.fdopen(receive, "rb"), trace, stack))
-    return _with_traces(collect(children, deadline, _limit(plan)), [child.trace for child in children])
+    return _with_traces(collect(children, deadline, _limit(plan), plan.case.tp), [child.trace for child in children])
 
 
 class _Rank:
@@ -139,14 +139,14 @@ class _Rank:
 
         device = _device(self._backend, self._rank)
         left = self._plan.case.timeout if deadline is None else max(deadline - time.monotonic(), 0.0)
-        world = open_world(self._backend, self._rank, self._plan.case.tp, store, left + _LATER, self._trace)
+        world = open_world(self._backend, self._rank, self._plan.case.ranks, store, left + _LATER, self._trace)
         run_rank(world, self._plan, device, report)
         _send(send, report)  # before the teardown, which a lost peer could block
         world.close()
 
 
 def _traces(plan: Plan, file: int) -> list[Trace]:
-    return [Trace(file, index if file >= 0 else 0) for index in range(plan.case.tp)]
+    return [Trace(file, index if file >= 0 else 0) for index in range(plan.case.ranks)]
 
 
 def _limit(plan: Plan) -> str:

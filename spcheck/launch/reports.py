@@ -41,12 +41,14 @@ class Child:
         return json.loads(line) if end else None
 
 
-def collect(children: Sequence[Child], deadline: float | None, limit: str) -> list[Report]:
+def collect(children: Sequence[Child], deadline: float | None, limit: str, tp: int | None = None) -> list[Report]:
     """One report per rank, in rank order; ``limit`` says what a rank that is alive at the deadline has exceeded.
+
+    ``tp`` of them are a data-parallel rank.
 
     After the first failure the others get a moment to notice. No child is left, whatever happens.
     """
-    collector = _Collector(children, deadline, limit)
+    collector = _Collector(children, deadline, limit, tp)
     try:
         return collector.collect()
     finally:
@@ -60,7 +62,7 @@ def overdue(trace: Mapping[str, Any], why: str, *, stopped: bool = False, stack:
 
 
 class _Collector:
-    def __init__(self, children: Sequence[Child], deadline: float | None, limit: str) -> None:
+    def __init__(self, children: Sequence[Child], deadline: float | None, limit: str, tp: int | None) -> None:
         self._children = children
         self._open = {child.rank: child for child in children}
         self._reports: dict[int, Report] = {}
@@ -68,6 +70,7 @@ class _Collector:
         self._errors: dict[int, Report] = {}  # of ranks that were ended by the host
         self._deadline = deadline
         self._limit = limit
+        self._tp = tp
         self._failed = False
         self._waited_in: list[int | None] = []
         self._selector = DefaultSelector()
@@ -111,7 +114,7 @@ class _Collector:
         before, self._waited_in = self._waited_in, [child.trace.waits_in() for child in self._open.values()]
         if None in self._waited_in or self._waited_in != before:
             return False
-        return find_divergence([self._so_far(child) for child in self._children]) is not None
+        return find_divergence([self._so_far(child) for child in self._children], self._tp) is not None
 
     def _so_far(self, child: Child) -> Report:
         """As in a report; an error, of whatever kind, says that the rank may still call more."""

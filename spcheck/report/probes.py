@@ -21,7 +21,7 @@ def probe_lines(comparison: Comparison, width: int) -> Iterator[str]:
     """
     bound = _bound(comparison.plan.case.numerics)
     for (phase, call), results in groupby(comparison.results, key=lambda r: (r.phase, r.call)):
-        yield f"{_heading(phase, call)}, {bound}"
+        yield f"{comparison.plan.forward_name(phase, call)}, {bound}"
         yield _HEAD
         for result in results:
             fits = len(result.probe) <= width - _TAKEN
@@ -33,10 +33,6 @@ def _bound(numerics: str) -> str:
     if numerics == "exact":
         return f"exact (a step that rounds: {STEP_BOUND:.0e} of the largest)"
     return f"bound {BOUNDS[numerics]:.0e} of a row's largest element"
-
-
-def _heading(phase: str, call: int) -> str:
-    return {"target": "target step", "draft": f"draft step {call}", "cache": "caches after the last step"}[phase]
 
 
 def _figures(r: ProbeResult) -> str:

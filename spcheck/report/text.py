@@ -9,6 +9,7 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
+from spcheck.case import requests_text
 from spcheck.contracts.check import Checked
 from spcheck.exact import LIMIT
 from spcheck.merge import ProbeResult, total_choices
@@ -17,6 +18,7 @@ from spcheck.plan import Plan
 from spcheck.printable import printable
 from spcheck.report.failure import failure_lines
 from spcheck.report.probes import probe_lines
+from spcheck.schemes import SP_SCHEMES
 from spcheck.verdict import Comparison, place
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
@@ -49,7 +51,7 @@ def escape(text: str) -> str:
 def verdict_line(comparison: Comparison) -> str:
     """``EQUIVALENT, scheme full-sp: ...`` in one line, without markup."""
     v = comparison.verdict
-    exercised = "" if v.scheme == "full-sp" else ": SP not exercised"
+    exercised = "" if v.scheme in SP_SCHEMES else ": SP not exercised"
     return f"{v.outcome}, scheme {v.scheme}{exercised}"
 
 
@@ -58,7 +60,7 @@ def to_line(comparison: Comparison) -> str:
     v = comparison.verdict
     line = f"{verdict_line(comparison)}  {_counts(comparison)}"
     if v.first_divergence is not None:
-        line += f", first at {v.first_divergence['probe']}, {_where(v.first_divergence)}"
+        line += f", first at {v.first_divergence['probe']}, {_where(comparison, v.first_divergence)}"
     elif v.findings:
         line += f": {v.findings[0].message}"
     return printable(line) + "\n"
@@ -70,16 +72,23 @@ def _counts(c: Comparison) -> str:
 
 def _head(c: Comparison) -> Iterable[str]:
     case = c.plan.case
-    requests = ",".join(map(str, case.requests))
+    world = f"tp {case.tp}" + (f"  dp {case.dp}" if case.dp > 1 else "")
     backend = c.environment.get("backend", case.backend)
-    yield escape(
-        f"{case.model}  tp {case.tp}  tokens {requests}  {_numerics(c)}  mtp steps {case.mtp_steps}  {backend}"
-    )
-    alone = " (reference on rank 0 alone)" if c.plan.reference_world < case.tp else ""
-    yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}{alone}"
+    what = [case.model, world, f"tokens {requests_text(case.requests)}", _numerics(c), f"mtp steps {case.mtp_steps}"]
+    yield escape("  ".join([*what, backend]))
+    if not (c.plan.reference.plain and c.plan.reference.tp == case.tp):
+        yield escape(_reference(c))
+    yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
     if "code" in c.environment:
         yield escape(f"reference and candidate from {c.environment['code']}")
     yield ""
+
+
+def _reference(c: Comparison) -> str:
+    side = c.plan.reference
+    if side.tp < c.plan.case.tp:
+        return f"reference {side.name}, on one rank" + (" of each DP rank" if c.plan.case.dp > 1 else "")
+    return f"reference {side.name}: {side.reason}"
 
 
 def _numerics(c: Comparison) -> str:
@@ -118,17 +127,20 @@ def _groups(c: Comparison) -> list[tuple[str, list[ProbeResult]]]:
 
 def _line_of(result: ProbeResult, plan: Plan) -> str:
     layer = layer_of(result.probe)
+    forward = plan.forward_name(result.phase, result.call)
+    if forward.startswith("previous"):
+        return "previous step"
     if result.phase == "cache":
         return "caches"
     if result.phase == "draft":
-        return f"draft step {result.call} (layer {layer})"
+        return f"{forward} (layer {layer})"
     if layer is None:
         return "embedding" if result.probe.startswith("model.embed_tokens") else "norm, aux, logits"
     return f"layer {layer} {'moe' if plan.config.is_moe_layer(layer) else 'dense'}"
 
 
 def _line_order(name: str) -> tuple[int, int]:
-    kinds = ["embedding", "layer", "norm,", "draft", "caches"]
+    kinds = ["previous", "embedding", "layer", "norm,", "draft", "caches"]
     number = next((int(w) for w in name.replace(")", "").split() if w.isdigit()), 0)
     return kinds.index(name.split()[0]), number
 
@@ -168,13 +180,13 @@ def _contracts(c: Comparison) -> Iterable[str]:
     if not c.rows.checked and not c.collectives.checked:
         return
     yield ""
-    tp = c.plan.case.tp
+    ranks = c.plan.case.ranks
     for name, unit, checked in (
         ("rows", "row counts", c.rows),
         ("collectives", "collectives", c.collectives),
         ("expert work", "expert counts", c.work),
     ):
-        yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {tp} rank{'s' if tp > 1 else ''}"
+        yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def _choices(c: Comparison) -> Iterable[str]:
@@ -220,7 +232,7 @@ def _verdict(c: Comparison) -> Iterable[str]:
     v = c.verdict
     yield ""
     if v.first_divergence is not None:
-        yield f"diverges at  {escape(v.first_divergence['probe'])}, {_where(v.first_divergence)}"
+        yield f"diverges at  {escape(v.first_divergence['probe'])}, {_where(c, v.first_divergence)}"
         if before := _last_equal(c):
             yield f"equal until  {escape(before)}"
     elif any(r.max_rel for r in c.results):
@@ -236,11 +248,11 @@ def _largest(c: Comparison) -> Iterable[str]:
     of = "all rows' largest element" if c.plan.grid else "its row"
     yield f"largest      {worst.max_rel:.1e} of {of}, bound {bound:.0e}"
     yield f"             {worst.probe}"
-    yield f"             {place(w)}, row {w.get('row')} of its shard, channel {w.get('channel')}"
+    yield f"             {place(w, c.plan)}, row {w.get('row')} of its shard, channel {w.get('channel')}"
 
 
-def _where(at: dict[str, object]) -> str:
-    return place(at) if at["request"] is not None else f"call {at['call']}"
+def _where(c: Comparison, at: dict[str, object]) -> str:
+    return place(at, c.plan) if at["request"] is not None else f"call {at['call']}"
 
 
 def _last_equal(c: Comparison) -> str | None:

@@ -1,11 +1,11 @@
 """From local pieces to the rows a rank owns: replicas are checked, shards joined, partial sums summed.
 
-One packed exchange on the tool's own group after a forward; its sums run in rank order in the pieces' own type.
+One packed exchange on the tool's own group after a forward; its sums run in rank order in the pieces' own type. All but
+the routed experts' rows stay within a data-parallel rank.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -16,20 +16,23 @@ from torch.nn import functional as F
 
 from spcheck.comm.interface import World
 from spcheck.phases import Phase
+from spcheck.place import Place
 from spcheck.subject import Tap
 from spcheck.worker.capture import Piece
 from spcheck.worker.digests import fingerprint, row_digests
+from spcheck.worker.routed import Dispatch, by_token, joined
 
 _REPLICAS = "#replicas"
+_CHOICES = "#choices"
 
 
 @dataclass
 class Aligned:
     """The complete values of one forward on the rank that owns them.
 
-    ``values[probe]`` is [owned real rows, ...]; ``choices[probe]`` are the ids of all real rows, of replicated choices;
-    ``replica_faults[probe]`` is (rank, packed row) of the first replica that differs from rank 0's (seen on rank 0
-    only); ``order`` is the order in which probes fired here.
+    ``values[probe]`` is [owned real rows, ...]; ``choices[probe]`` are the ids of all real rows of the data-parallel
+    rank; ``replica_faults[probe]`` is (rank, packed row) of the first replica that differs from that of its first rank
+    (seen only there); ``order`` is the order in which probes fired here.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -38,94 +41,152 @@ class Aligned:
     order: list[str] = field(default_factory=list)
 
 
-def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World, experts: int = 0) -> Aligned:
+def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, dispatch: Dispatch) -> Aligned:
     """Completes what one forward of all requests left on the ranks; every rank of the world takes part.
 
-    Several firings of a probe (request by request) are joined in order. Rank r computes the r-th block of ``experts``.
+    Several firings of a probe (request by request) are joined in order.
     """
-    block = experts // world.size
-    local = _joined(pieces, taps, range(world.rank * block, (world.rank + 1) * block))
-    outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
-    replicas = _replicas(local, taps, phase)
-    digest = fingerprint(replicas) if world.size > 1 else torch.zeros(1)
-    for box in outgoing:
-        box[_REPLICAS] = digest
-    for probe, value in local.items():
-        if not taps[probe].per_request and taps[probe].placement in ("Shard(1)", "Partial"):
-            _post(outgoing, probe, value, phase)
-    incoming = world.swap(outgoing)
-    aligned = Aligned(order=list(local))
-    if not _all_same([box[_REPLICAS] for box in incoming]):
-        aligned.replica_faults = _replica_faults(local, taps, phase, world)
-    for probe, value in local.items():
-        tap = taps[probe]
-        if not tap.per_request and tap.placement in ("Shard(1)", "Partial"):
-            parts = [box.get(probe) for box in incoming]
-            aligned.values[probe] = _completed(parts, tap.placement).to(value.device)
-        else:
-            aligned.values[probe] = value[_own_slice(tap, phase, world.rank, world.size)]
-        if tap.placement == "Replicate" and tap.kind in ("set", "token"):
-            aligned.choices[probe] = value[: _rows(tap, phase)]
+    forward = _Forward(pieces, taps, world, dispatch)
+    incoming = world.swap(forward.outgoing())
+    replicas = [box[_REPLICAS] for box in incoming]
+    aligned = forward.completed(incoming)
+    # All ranks see the same fingerprints, so all of them know whether there is a second exchange.
+    if any(not torch.equal(x, replicas[rank - rank % forward.place.tp]) for rank, x in enumerate(replicas)):
+        aligned.replica_faults = forward.replica_faults()
     return aligned
 
 
-def align_alone(
-    pieces: Sequence[Piece], taps: Mapping[str, Tap], phase: Phase, world: World, experts: int = 0
-) -> Aligned:
-    """The same where rank 0 alone ran the forward, as a world of one rank: it hands the rows to their owners."""
-    local = _joined(pieces, taps, range(experts))
+class _Forward:
+    """The local values of one forward on one rank, on their way to the ranks that own the rows."""
+
+    def __init__(self, pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, dispatch: Dispatch) -> None:
+        self.world = world
+        self.taps = taps
+        self.dispatch = dispatch
+        self.place = dispatch.place
+        self.phase = dispatch.phases[self.place.dp_rank]
+        self.local, self.expert_ids = _joined(pieces, taps, dispatch.experts(world.rank))
+
+    def outgoing(self) -> list[dict[str, Tensor]]:
+        """One box per rank of the world."""
+        boxes: list[dict[str, Tensor]] = [{} for _ in range(self.world.size)]
+        replicas = self._replicas()
+        digest = fingerprint(replicas) if self.world.size > 1 else torch.zeros(1)
+        for box in boxes:
+            box[_REPLICAS] = digest
+        for probe, value in self.local.items():
+            tap = self.taps[probe]
+            if _in_pieces(tap):
+                self._post(boxes, probe, tap, value)
+            elif tap.choice and tap.placement == "Shard(0)" and self.dispatch.to_replay:
+                for rank in self.place.peers:
+                    boxes[rank][f"{probe}{_CHOICES}"] = value[: len(self._owned(self.place))].contiguous()
+        return boxes
+
+    def _post(self, boxes: list[dict[str, Tensor]], probe: str, tap: Tap, value: Tensor) -> None:
+        """A piece of every row, to the rank that owns the row."""
+        for rank in self.dispatch.ranks if tap.routed else self.place.peers:
+            owner = Place(rank, self.place.tp, self.place.dp)
+            if tap.routed:
+                boxes[rank][probe] = self.dispatch.outgoing(probe, value, owner)
+            else:
+                mine = self._owned(owner)
+                boxes[rank][probe] = value[mine.start : mine.stop].contiguous()
+
+    def completed(self, incoming: Sequence[dict[str, Tensor]]) -> Aligned:
+        """The values of the rows that this rank owns."""
+        aligned = Aligned(order=list(self.local))
+        for probe, value in self.local.items():
+            tap = self.taps[probe]
+            if tap.routed:
+                parts = [incoming[rank].get(probe) for rank in self.dispatch.ranks]
+                aligned.values[probe] = self.dispatch.completed(parts, self.expert_ids.get(probe)).to(value.device)
+            elif _in_pieces(tap):
+                present = [incoming[rank][probe] for rank in self.place.peers if probe in incoming[rank]]
+                aligned.values[probe] = joined(present, tap.placement).to(value.device)
+            else:
+                aligned.values[probe] = value[_own_slice(tap, self.phase, self.place)]
+            if tap.choice and self.dispatch.to_replay:
+                aligned.choices[probe] = self._choices(probe, tap, incoming)
+        return aligned
+
+    def _choices(self, probe: str, tap: Tap, incoming: Sequence[dict[str, Tensor]]) -> Tensor:
+        """[all real rows, k]."""
+        if tap.placement != "Shard(0)":
+            return self.local[probe][: _rows(tap, self.phase)]
+        return torch.cat([incoming[rank][f"{probe}{_CHOICES}"] for rank in self.place.peers])
+
+    def replica_faults(self) -> dict[str, tuple[int, int]]:
+        """Which replicas differ and where, on a data-parallel rank's first rank: a fingerprint per row and probe."""
+        first, peers = self.place.peers.start, self.place.peers
+        digests = {probe: row_digests(x) for probe, x in self._replicas().items()}
+        incoming = self.world.swap([digests if rank == first else {} for rank in range(self.world.size)])
+        if self.world.rank != first:
+            return {}
+        found = {probe: _replica_fault([incoming[rank].get(probe) for rank in peers]) for probe in digests}
+        return {probe: (first + fault[0], fault[1]) for probe, fault in found.items() if fault is not None}
+
+    def _replicas(self) -> dict[str, Tensor]:
+        """The real rows of what every rank must hold alike."""
+        replicated = {probe: x for probe, x in self.local.items() if self.taps[probe].placement == "Replicate"}
+        return {probe: x[: _rows(self.taps[probe], self.phase)].flatten(1) for probe, x in replicated.items()}
+
+    def _owned(self, place: Place) -> range:
+        return self.phase.owned(place.tp_rank, place.tp)
+
+
+def align_alone(pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, dispatch: Dispatch) -> Aligned:
+    """The same where the first rank alone ran a data-parallel rank's forward: it hands the rows to their owners."""
+    place, phase = dispatch.place, dispatch.phases[dispatch.place.dp_rank]
+    local, _ = _joined(pieces, taps, None)
     outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
     for probe, value in local.items():
-        for rank, box in enumerate(outgoing):
-            box[probe] = value[_own_rows(taps[probe], phase, rank, world.size)].contiguous()
-            if taps[probe].kind in ("set", "token"):
-                box[_choice_key(probe)] = value
-    received = world.swap(outgoing)[0]
+        for rank in place.peers:
+            rows = _own_rows(taps[probe], phase, Place(rank, place.tp, place.dp))
+            outgoing[rank][probe] = value[rows].contiguous()
+            if taps[probe].choice:
+                outgoing[rank][f"{probe}{_CHOICES}"] = value
+    received = world.swap(outgoing)[place.peers.start]
     values = {probe: x for probe, x in received.items() if "#" not in probe}
-    choices = {probe: received[_choice_key(probe)] for probe in values if _choice_key(probe) in received}
+    choices = {probe: received[f"{probe}{_CHOICES}"] for probe in values if f"{probe}{_CHOICES}" in received}
     return Aligned(values=values, choices=choices, order=list(local) or list(values))
 
 
-def owned_rows(per_request: bool, phase: Phase, rank: int, tp: int) -> list[tuple[int, int]]:
+def owned_rows(per_request: bool, phase: Phase, place: Place) -> list[tuple[int, int]]:
     """(request, position) of each row that :func:`align` gives this rank for a probe."""
     if per_request:
-        return [phase.last_row(r) for r in range(len(phase.counts))] if rank == 0 else []
-    return [phase.row(i) for i in phase.owned(rank, tp)]
+        return phase.last_rows if place.tp_rank == 0 else []
+    return [phase.row(i) for i in phase.owned(place.tp_rank, place.tp)]
 
 
-def _joined(pieces: Sequence[Piece], taps: Mapping[str, Tap], experts: range) -> dict[str, Tensor]:
-    """Probe -> all its rows, in the order of the first firings. ``experts`` are those whose rows this rank computes."""
+def _in_pieces(tap: Tap) -> bool:
+    """Whether ranks hold parts of a row, to be joined by the one that owns it."""
+    return not tap.per_request and tap.placement in ("Shard(1)", "Partial")
+
+
+def _joined(
+    pieces: Sequence[Piece], taps: Mapping[str, Tap], experts: range | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Probe -> all its rows, in the order of the first firings; and of routed probes the ids that went to the experts.
+
+    ``experts`` are those whose rows this rank computes, None for channels of all of them.
+    """
     firings: dict[str, list[Tensor]] = {}
     latest: dict[str, Tensor] = {}
+    expert_ids: dict[str, Tensor] = {}
     for probe, group in groupby(pieces, key=lambda piece: piece.probe):
         values = [piece.value for piece in group]
         latest[probe] = values[-1]
         tap = taps[probe]
         if tap.routed:
-            ids = latest.get(probe.replace(".act_fn.out", ".order"), latest.get(tap.ids or ""))
-            values = [_by_token(torch.cat(values), ids, experts if tap.placement == "Partial" else None)]
+            experts_of = probe.removesuffix(".act_fn.out")
+            ids = latest.get(f"{experts_of}.order", latest.get(tap.ids or ""))
+            values = [by_token(torch.cat(values), ids, experts)]
+            if f"{experts_of}.ids" in latest:
+                expert_ids[probe] = latest[f"{experts_of}.ids"]
         if tap.compared:
             firings.setdefault(probe, []).extend(values)
-    return {probe: _cat(values, taps[probe]) for probe, values in firings.items()}
-
-
-def _by_token(rows: Tensor, ids: Tensor | None, experts: range | None) -> Tensor:
-    """Rows [pairs, F] sorted by expert and token row -> [tokens, F, k], zero where another rank computes the pair.
-
-    ``ids`` [tokens, k] are the experts; not a number where the rows are not as many as the ids say.
-    """
-    if ids is None:
-        return rows.new_full((1, rows.shape[1], 1), math.nan)
-    flat = ids.flatten()
-    mine = flat >= 0 if experts is None else (flat >= experts.start) & (flat < experts.stop)
-    places = mine.nonzero().flatten()
-    places = places[flat[places].argsort(stable=True)]
-    out = rows.new_zeros(flat.shape[0], rows.shape[1])
-    if len(places) == len(rows):
-        out[places] = rows
-    else:
-        out.fill_(math.nan)
-    return out.view(*ids.shape, -1).transpose(1, 2)
+    return {probe: _cat(values, taps[probe]) for probe, values in firings.items()}, expert_ids
 
 
 def _cat(values: list[Tensor], tap: Tap) -> Tensor:
@@ -139,64 +200,22 @@ def _cat(values: list[Tensor], tap: Tap) -> Tensor:
     return torch.cat(values)
 
 
-def _post(outgoing: list[dict[str, Tensor]], probe: str, value: Tensor, phase: Phase) -> None:
-    """A piece of every row, to the rank that owns the row."""
-    for rank, box in enumerate(outgoing):
-        mine = phase.owned(rank, len(outgoing))
-        box[probe] = value[mine.start : mine.stop].contiguous()
-
-
 def _rows(tap: Tap, phase: Phase) -> int:
     return len(phase.counts) if tap.per_request else phase.real
 
 
-def _own_slice(tap: Tap, phase: Phase, rank: int, tp: int) -> slice:
+def _own_slice(tap: Tap, phase: Phase, place: Place) -> slice:
     if tap.placement == "Shard(0)" and not tap.per_request:
-        return slice(0, len(phase.owned(rank, tp)))
-    return _own_rows(tap, phase, rank, tp)
+        return slice(0, len(phase.owned(place.tp_rank, place.tp)))
+    return _own_rows(tap, phase, place)
 
 
-def _own_rows(tap: Tap, phase: Phase, rank: int, tp: int) -> slice:
+def _own_rows(tap: Tap, phase: Phase, place: Place) -> slice:
     """The rows of a rank among all rows."""
     if tap.per_request:
-        return slice(0, len(phase.counts) if rank == 0 else 0)
-    mine = phase.owned(rank, tp)
+        return slice(0, len(phase.counts) if place.tp_rank == 0 else 0)
+    mine = phase.owned(place.tp_rank, place.tp)
     return slice(mine.start, mine.stop)
-
-
-def _completed(parts: list[Tensor | None], placement: str) -> Tensor:
-    present = [part for part in parts if part is not None]
-    # A subject whose ranks disagree on the rows broke the token-count contract, and that is reported as such.
-    rows = min(len(part) for part in present)
-    present = [part[:rows] for part in present]
-    if placement == "Shard(1)":
-        return torch.cat(present, dim=1)
-    total = present[0]
-    for part in present[1:]:
-        total = total + part
-    return total
-
-
-def _replicas(local: Mapping[str, Tensor], taps: Mapping[str, Tap], phase: Phase) -> dict[str, Tensor]:
-    """The real rows of what every rank must hold alike."""
-    return {p: x[: _rows(taps[p], phase)].flatten(1) for p, x in local.items() if taps[p].placement == "Replicate"}
-
-
-def _all_same(fingerprints: list[Tensor]) -> bool:
-    return all(torch.equal(x, fingerprints[0]) for x in fingerprints[1:])
-
-
-def _replica_faults(
-    local: Mapping[str, Tensor], taps: Mapping[str, Tap], phase: Phase, world: World
-) -> dict[str, tuple[int, int]]:
-    """Which replicas differ and where, on rank 0: a second exchange, of a fingerprint per row and probe.
-
-    Every rank takes part, since all of them have seen the same fingerprints.
-    """
-    digests = {probe: row_digests(x) for probe, x in _replicas(local, taps, phase).items()}
-    incoming = world.swap([digests if rank == 0 else {} for rank in range(world.size)])
-    found = {probe: _replica_fault([box.get(probe) for box in incoming]) for probe in digests}
-    return {probe: fault for probe, fault in found.items() if fault is not None} if world.rank == 0 else {}
 
 
 def _replica_fault(digests: list[Tensor | None]) -> tuple[int, int] | None:
@@ -210,7 +229,3 @@ def _replica_fault(digests: list[Tensor | None]) -> tuple[int, int] | None:
         if len(differs):
             return rank, int(differs[0])
     return None
-
-
-def _choice_key(probe: str) -> str:
-    return f"{probe}#choices"

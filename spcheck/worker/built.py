@@ -8,16 +8,18 @@ from typing import cast
 
 import torch
 
-from spcheck.comm.interface import World
+from spcheck.case import Case
+from spcheck.comm.interface import Communicator, World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
+from spcheck.comm.trace import Trace
+from spcheck.place import groups_of
 from spcheck.plan import Plan
+from spcheck.schemes import SidePlan
 from spcheck.subject import Engine, Tap, load_subject, taps_of
 from spcheck.worker.capture import Capture, PaddingWriter
 from spcheck.worker.replay import Replay
 from spcheck.worker.snap import Snapper
 from spcheck.worker.weights import open_weights
-
-GROUPS = ("tp", "ep")
 
 
 @dataclass
@@ -33,12 +35,23 @@ class Built:
     snapper: Snapper | None
     replay: Replay
 
-    def join(self, world: World, ranks: int, records: list[CollectiveRecord], module: Callable[[], str]) -> None:
-        """Connects the engine to the first ``ranks`` of a new world; what it calls is appended to ``records``."""
+    def join(
+        self,
+        groups: Mapping[str, Communicator],
+        records: list[CollectiveRecord],
+        module: Callable[[], str],
+        trace: Trace,
+    ) -> None:
+        """Connects the engine to the groups of a new world; what it calls is appended to ``records``."""
         for name, group in self.groups.items():
-            inner = world.group(name, range(ranks))
-            assert inner is not None, "only a rank of the group has this engine"
-            group.join(inner, records, module, world.trace)
+            group.join(groups[name], records, module, trace)
+
+
+def own_groups(world: World, side: SidePlan, case: Case) -> dict[str, Communicator]:
+    """The groups that this rank is in; making one takes all ranks of the world, members or not."""
+    groups = groups_of(case.tp, case.dp, side.tp, plain=side.plain)
+    made = [(name, world.group(name, ranks)) for name, ranks in groups]
+    return {name: group for name, group in made if group is not None}
 
 
 class EnginePool:
@@ -62,46 +75,56 @@ class EnginePool:
             del self._engines[next(iter(self._engines))]
 
 
-def build_key(subject: str, scheme: str, plan: Plan, rank: int, ranks: int, device: torch.device) -> tuple[object, ...]:
+def build_key(side: SidePlan, plan: Plan, rank: int, device: torch.device) -> tuple[object, ...]:
     """Everything that a built engine depends on."""
     case = plan.case
     return (
-        *(subject, scheme, rank, ranks, device, plan.dtype, plan.grid),
-        *(plan.folder, plan.config, case.seed, case.aux_layers, case.pad_to, case.skip_padding),
+        *(side.subject, side.scheme, side.tp, rank, case.tp, case.dp, device, plan.dtype, plan.grid),
+        *(plan.folder, plan.config, case.seed, case.aux_layers, case.pad_to, case.graph_sizes, case.skip_padding),
+        *(case.expert_parallel, case.all2all_backend, case.lora_rank, case.lora_adapters),
     )
 
 
-def build(
-    subject_name: str,
-    plan: Plan,
-    scheme: str,
-    device: torch.device,
-    groups: dict[str, Recorded],
-) -> Built:
+def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Recorded]) -> Built:
     """Builds a subject and puts the hooks on, in this order: what captures sees a value before it is replaced."""
-    subject = load_subject(subject_name)
+    subject = load_subject(side.module)
     case = plan.case
-    taps = taps_of(subject, plan.config, scheme=scheme, aux_layers=case.aux_layers)
+    taps = side_taps(side, plan)
     root = subject.build(
         plan.config,
         open_weights(plan),
         groups,
         dtype=getattr(torch, plan.dtype),
         device=device,
-        scheme=scheme,
+        scheme=side.scheme,
         aux_layers=case.aux_layers,
         pad_to=case.pad_to,
+        graph_sizes=case.graph_sizes,
         skip_padding=case.skip_padding,
+        expert_parallel=case.expert_parallel,
+        all2all_backend=case.all2all_backend,
+        lora_adapters=case.lora_adapters,
     )
-    packed = subject.BATCHING == "packed"
     return Built(
         engine=cast(Engine, root),
-        packed=packed,
+        packed=subject.BATCHING == "packed",
         taps=taps,
         groups=groups,
         capture=Capture(root, taps),
         padding=PaddingWriter(root, list(subject.padding_inputs(plan.config))),
-        # Norms are taken where there are real rows only.
-        snapper=Snapper(root, plan.config, plan.grid, watch=not packed) if plan.grid else None,
+        # The guard bounds the reference's values.
+        snapper=Snapper(root, plan.config, plan.grid, watch=side == plan.reference) if plan.grid else None,
         replay=Replay(root, taps),
+    )
+
+
+def side_taps(side: SidePlan, plan: Plan) -> dict[str, Tap]:
+    """Where the probes of a side stand."""
+    case = plan.case
+    return taps_of(
+        load_subject(side.module),
+        plan.config,
+        scheme=side.scheme,
+        aux_layers=case.aux_layers,
+        expert_parallel=case.expert_parallel,
     )

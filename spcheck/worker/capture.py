@@ -137,37 +137,51 @@ def _ancestry(name: str) -> list[str]:
 
 
 class PaddingWriter:
-    """Writes the padding content into the rows behind the real ones, wherever such rows enter a subject."""
+    """Writes the padding content into the rows behind the real ones, wherever such rows enter a subject.
+
+    ``stale`` is what stood there in the forward before, as in a buffer that is used again; zero where there was less.
+    """
 
     def __init__(self, root: nn.Module, places: list[tuple[str, str, int]]) -> None:
         self._real = 0
         self._padded = 0
         self._content = "zero"
         self._seed = 0
+        self._before: dict[int, Tensor] = {}
         modules = dict(root.named_modules())
-        for name, side, index in places:
+        for place, (name, side, index) in enumerate(places):
             if side == "in":
-                modules[name].register_forward_pre_hook(lambda _, args, i=index: self._replace(args, i))
+                modules[name].register_forward_pre_hook(lambda _, args, i=index, p=place: self._replace(args, i, p))
             else:
-                modules[name].register_forward_hook(lambda _, __, output: self._filled(output))
+                modules[name].register_forward_hook(lambda _, __, output, p=place: self._filled(output, p))
 
-    def expect(self, real: int, padded: int, content: str, seed: int) -> None:
-        """Says how many rows of the next forward are real, how many there are with graph padding, and its content."""
-        self._real, self._padded, self._content, self._seed = real, padded, content, seed
+    def start(self, content: str, seed: int) -> None:
+        """Forgets the last case; says what padded rows hold in the next one."""
+        self._content, self._seed = content, seed
+        self._before = {}
 
-    def _replace(self, args: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-        return (*args[:index], self._filled(args[index]), *args[index + 1 :])
+    def expect(self, real: int, padded: int) -> None:
+        """Says how many rows of the next forward are real, and how many there are with graph padding."""
+        self._real, self._padded = real, padded
 
-    def _filled(self, x: Tensor) -> Tensor:
+    def _replace(self, args: tuple[Any, ...], index: int, place: int) -> tuple[Any, ...]:
+        return (*args[:index], self._filled(args[index], place), *args[index + 1 :])
+
+    def _filled(self, x: Tensor, place: int) -> Tensor:
         """``x`` [n, D] with its rows ``real <= row < padded`` replaced."""
-        if self._padded <= self._real or x.shape[0] <= self._real:
-            return x
-        out = x.clone()
-        tail = out[self._real : self._padded]
+        if min(self._padded, x.shape[0]) > self._real:
+            x = x.clone()
+            self._write(x[self._real : self._padded], place)
+        if self._content == "stale":
+            self._before[place] = x
+        return x
+
+    def _write(self, tail: Tensor, place: int) -> None:
         if self._content == "random":
             generator = torch.Generator().manual_seed(self._seed)
             # Multiples of 2^-8 lie on every grid of exact arithmetic.
             tail.copy_(torch.randint(-1024, 1025, tail.shape, generator=generator) / 256)
-        else:
-            tail.fill_(float("nan") if self._content == "nan" else 0.0)
-        return out
+            return
+        tail.fill_(float("nan") if self._content == "nan" else 0.0)
+        before = self._before.get(place, tail[:0])[self._real : self._real + len(tail)]
+        tail[: len(before)] = before

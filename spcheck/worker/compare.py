@@ -39,12 +39,17 @@ class Comparer:
     ) -> None:
         self._plan = plan
         self._numerics = plan.case.numerics
-        self._world = world
+        self._place = plan.place(world.rank)
         self._taps = _agreed(reference, candidate)
         self._report = report
 
     def __call__(self, phase: Phase, expected: Aligned, actual: Aligned) -> None:
-        """Compares every probe of one forward, in the candidate's execution order; the unpaired ones come last."""
+        """Compares every probe of one forward, in the candidate's execution order; the unpaired ones come last.
+
+        A rank whose data-parallel rank is idle has nothing to compare: its dummy rows are padding.
+        """
+        if not phase.real:
+            return
         paired = [probe for probe in actual.order if probe in expected.values]
         known = set(paired)
         alone = [probe for probe in (*expected.order, *actual.order) if probe not in known]
@@ -53,7 +58,7 @@ class Comparer:
             tap = self._tap(probe)
             row: Row = {"probe": probe, "phase": phase.kind, "call": phase.call, "kind": tap.family}
             row |= measured.get(probe) or {"unpaired": "reference" if probe in expected.values else "candidate"}
-            row |= _faults(tap, phase, expected.replica_faults.get(probe), actual.replica_faults.get(probe))
+            row |= self._faults(tap, phase, expected.replica_faults.get(probe), actual.replica_faults.get(probe))
             self._report["probes"].append(row)
             if probe.endswith(".mlp.gate.choose.out") and probe in expected.values:
                 self._count_experts(probe, phase, expected.values[probe])
@@ -64,12 +69,12 @@ class Comparer:
         pairs = {p: self._pair(p, expected, actual) for p in probes if p not in found}
         for (probe, pair), difference in zip(pairs.items(), measure_all(list(pairs.values())), strict=True):
             found[probe] = self._after_snap(probe, difference, pair)
-        rows = {kind: owned_rows(kind, phase, self._world.rank, self._world.size) for kind in (True, False)}
+        rows = {kind: owned_rows(kind, phase, self._place) for kind in (True, False)}
         return {
             probe: {
                 "difference": vars(d),
                 "bound": pairs[probe].bound if probe in pairs else 0.0,
-                **_located(d, straddle, rows[self._tap(probe).per_request]),
+                **self._located(d, straddle, rows[self._tap(probe).per_request]),
                 **more,
             }
             for probe, (d, straddle, more) in found.items()
@@ -113,10 +118,34 @@ class Comparer:
             difference = _beyond_only(difference, choices)
         return difference, None, {"choices": vars(choices)}
 
+    def _located(self, difference: Difference, straddle: int | None, owned: list[tuple[int, int]]) -> Row:
+        """Local rows of a difference as (request, position); a misshapen value has no such row."""
+        out: Row = {}
+        for name, row in (("worst", difference.worst_row), ("first", difference.first_over), ("straddle", straddle)):
+            if row is not None and row < len(owned):
+                out[name] = self._at(*owned[row])
+        return out
+
+    def _faults(self, tap: Tap, phase: Phase, expected: tuple[int, int] | None, actual: tuple[int, int] | None) -> Row:
+        """Replicas that differ: on which rank, and the request and position of the first row."""
+        out: Row = {}
+        for name, fault in (("reference_replica", expected), ("replica", actual)):
+            if fault is not None:
+                rank, row = fault
+                at = phase.last_rows[row] if tap.per_request else phase.row(row)
+                out[name] = {"rank": rank, **self._at(*at)}
+        return out
+
+    def _at(self, request: int, position: int) -> Row:
+        return {"dp": self._place.dp_rank, "request": request, "position": position}
+
     def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
-        experts = self._plan.config.n_routed_experts
+        """How many of the rows owned here chose each expert, and how many some expert of each rank of the world."""
+        experts, ranks = self._plan.config.n_routed_experts, self._plan.case.ranks
         counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts)
-        self._report["expert_rows"].append([probe, phase.call, counts.tolist()])
+        blocks = ids.long() // max(experts // ranks, 1)
+        to_rank = [int((blocks == rank).any(dim=1).sum()) for rank in range(ranks)]
+        self._report["expert_rows"].append([probe, phase.call, counts.tolist(), to_rank])
 
 
 def _conditioning(probe: str, values: Values) -> float:
@@ -186,24 +215,3 @@ def _by_id(values: Tensor, ids: Tensor | None) -> Tensor:
         return values
     order = ids.long().argsort(dim=1)
     return values.gather(-1, order if values.ndim == 2 else order.unsqueeze(1).expand_as(values))
-
-
-def _located(difference: Difference, straddle: int | None, owned: list[tuple[int, int]]) -> Row:
-    """Local rows of a difference as (request, position); a misshapen value has no such row."""
-    out: Row = {}
-    for name, row in (("worst", difference.worst_row), ("first", difference.first_over), ("straddle", straddle)):
-        if row is not None and row < len(owned):
-            request, position = owned[row]
-            out[name] = {"request": request, "position": position}
-    return out
-
-
-def _faults(tap: Tap, phase: Phase, expected: tuple[int, int] | None, actual: tuple[int, int] | None) -> Row:
-    """Replicas that differ: on which rank, and the request and position of the first row."""
-    out: Row = {}
-    for name, fault in (("reference_replica", expected), ("replica", actual)):
-        if fault is not None:
-            rank, row = fault
-            request, position = phase.last_row(row) if tap.per_request else phase.row(row)
-            out[name] = {"rank": rank, "request": request, "position": position}
-    return out

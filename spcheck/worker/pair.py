@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,14 @@ from spcheck.comm.interface import World
 from spcheck.errors import SpcheckError
 from spcheck.phases import Phase
 from spcheck.plan import Plan
-from spcheck.subject import load_subject, taps_of
+from spcheck.schemes import SidePlan
 from spcheck.worker.align import Aligned, align, align_alone
-from spcheck.worker.built import GROUPS, EnginePool
+from spcheck.worker.built import EnginePool, own_groups, side_taps
 from spcheck.worker.capture import TapError
 from spcheck.worker.compare import Comparer
+from spcheck.worker.routed import Dispatch
 from spcheck.worker.side import Side
 from spcheck.worker.weights import lost_weights, weight_norms
-
-REFERENCE = "reference.subject"
-CANDIDATE = "optimized.subject"
 
 
 def run_rank(world: World, plan: Plan, device: str, report: dict[str, Any], pool: EnginePool | None = None) -> None:
@@ -48,17 +46,17 @@ def run_rank(world: World, plan: Plan, device: str, report: dict[str, Any], pool
         raise
 
 
-def token_ids(plan: Plan) -> list[Tensor]:
-    """The new tokens of each request; a longer request with the same seed starts with the same tokens.
+def token_ids(plan: Plan, dp_rank: int = 0) -> list[Tensor]:
+    """The new tokens of each request of a data-parallel rank; a longer request starts with the tokens of a shorter one.
 
     One in four is the first or last of a rank's part of the vocabulary, where an index is most easily off by one.
     """
     vocab, tp = plan.config.vocab_size, plan.case.tp
     part = -(-vocab // tp)
     edges = sorted({min(token, vocab - 1) for rank in range(tp) for token in (rank * part, (rank + 1) * part - 1)})
-    return [
-        _tokens(np.random.default_rng([plan.case.seed, i]), n, vocab, edges) for i, n in enumerate(plan.case.requests)
-    ]
+    seed = [plan.case.seed, dp_rank] if dp_rank else [plan.case.seed]
+    counts = plan.requests(dp_rank)
+    return [_tokens(np.random.default_rng([*seed, i]), n, vocab, edges) for i, n in enumerate(counts)]
 
 
 def _tokens(random: np.random.Generator, count: int, vocab: int, edges: list[int]) -> Tensor:
@@ -72,31 +70,20 @@ class _Pair:
     def __init__(self, world: World, plan: Plan, device: str, report: dict[str, Any], pool: EnginePool) -> None:
         self._world = world
         self._plan = plan
-        self._tokens = [ids.to(device) for ids in token_ids(plan)]
+        self._place = plan.place(world.rank)
+        self._device = torch.device(device)
+        self._tokens = [ids.to(device) for ids in token_ids(plan, self._place.dp_rank)]
         self._report = report
         self._pool = pool
 
     def run(self) -> None:
         self._report |= {"probes": [], "expert_rows": []}
-        expected = dict(self._reference())
-        candidate = self._side("candidate", CANDIDATE, self._plan.scheme, self._world.size)
-        reference_taps = taps_of(
-            load_subject(REFERENCE), self._plan.config, scheme="reference", aux_layers=self._plan.case.aux_layers
-        )
+        expected = list(self._reference())
+        candidate = self._side("candidate", self._plan.candidate)
+        reference_taps = side_taps(self._plan.reference, self._plan)
         compare = Comparer(self._plan, self._world, reference_taps, candidate.taps, self._report)
-        for phase in self._plan.phases:
-            wanted = expected.pop(phase)
-            if self._plan.replays:
-                candidate.replay(phase, wanted.choices)
-            compare(
-                phase,
-                wanted,
-                align(candidate.run(phase), candidate.taps, phase, self._world, self._plan.config.n_routed_experts),
-            )
-        caches = candidate.caches()
-        for phase in [*expected, *(p for p in caches if p not in expected)]:
-            seen = align(caches.get(phase, []), candidate.cache_taps, phase, self._world)
-            compare(phase, expected.get(phase, Aligned()), seen)
+        for phase, actual in self._values(candidate, replayed=expected):
+            compare(phase, expected.pop(0)[1], actual)
         candidate.finish()
         if self._plan.grid is not None:
             mine = self._plan, self._world.rank, self._world.size
@@ -104,24 +91,42 @@ class _Pair:
 
     def _reference(self) -> Iterator[tuple[Phase, Aligned]]:
         """Every forward and the caches of the reference, complete on the rank that owns the rows."""
-        alone = self._plan.reference_world < self._world.size
-        complete = align_alone if alone else align
-        if alone and self._world.rank > 0:
-            for name in GROUPS:  # making a group takes all ranks of the world
-                self._world.group(name, range(1))
-            for phase in (*self._plan.phases, *self._plan.cache_phases):
-                yield phase, align_alone([], {}, phase, self._world)
+        side = self._plan.reference
+        if self._place.tp_rank < side.tp:
+            reference = self._side("reference", side)
+            yield from self._values(reference)
+            reference.finish()
             return
-        side = self._side("reference", REFERENCE, "reference", self._plan.reference_world)
-        for phase in self._plan.phases:
-            yield phase, complete(side.run(phase), side.taps, phase, self._world, self._plan.config.n_routed_experts)
-        caches = side.caches()
-        for phase in self._plan.cache_phases if alone else caches:
-            yield phase, complete(caches.get(phase, []), side.cache_taps, phase, self._world)
-        side.finish()
+        own_groups(self._world, side, self._plan.case)  # making a group takes all ranks of the world
+        for phases in (*self._phases, *self._cache_phases):
+            dispatch = Dispatch(self._plan, side, self._place, phases, {})
+            yield phases[self._place.dp_rank], align_alone([], {}, self._world, dispatch)
 
-    def _side(self, role: str, subject: str, scheme: str, ranks: int) -> Side:
-        side = Side(subject, self._plan, scheme, self._world, ranks, self._tokens, self._pool)
+    def _values(self, side: Side, replayed: Sequence[tuple[Phase, Aligned]] = ()) -> Iterator[tuple[Phase, Aligned]]:
+        """Every forward and the caches of a side; as a candidate it may go on with the choices of the reference."""
+        complete = align if side.plan.tp == self._place.tp else align_alone
+        for phases in self._phases:
+            phase = phases[self._place.dp_rank]
+            if self._plan.replays and replayed:
+                side.replay(phase, replayed[0][1].choices)
+            pieces = side.run(phase)
+            dispatch = Dispatch(self._plan, side.plan, self._place, phases, side.received)
+            yield phase, complete(pieces, side.taps, self._world, dispatch)
+        for phases, pieces in zip(self._cache_phases, side.caches(), strict=True):
+            dispatch = Dispatch(self._plan, side.plan, self._place, phases, {})
+            yield phases[self._place.dp_rank], complete(pieces, side.cache_taps, self._world, dispatch)
+
+    @property
+    def _phases(self) -> list[tuple[Phase, ...]]:
+        """The forwards in order, each as all data-parallel ranks have it."""
+        return list(zip(*self._plan.phases, strict=True))
+
+    @property
+    def _cache_phases(self) -> list[tuple[Phase, ...]]:
+        return list(zip(*map(self._plan.cache_phases, range(self._place.dp)), strict=True))
+
+    def _side(self, role: str, plan: SidePlan) -> Side:
+        side = Side(plan, self._plan, self._world, self._tokens, self._pool)
         self._report[role] = side.log
-        side.start()
+        side.start(self._device)
         return side

@@ -11,9 +11,11 @@ from torch import Tensor
 from spcheck.comm.interface import World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
 from spcheck.phases import Phase
+from spcheck.place import Place
 from spcheck.plan import Plan
+from spcheck.schemes import SidePlan
 from spcheck.subject import Chunk, Tap
-from spcheck.worker.built import GROUPS, Built, EnginePool, build, build_key
+from spcheck.worker.built import Built, EnginePool, build, build_key, own_groups
 from spcheck.worker.capture import Piece
 
 _RESIDUAL = ("layernorm.in", "norm.in")
@@ -22,45 +24,44 @@ _RESIDUAL = ("layernorm.in", "norm.in")
 class Side:
     """A subject in one case. ``log`` is plain data for the parent and is kept current while it runs."""
 
-    def __init__(
-        self,
-        subject: str,
-        plan: Plan,
-        scheme: str,
-        world: World,
-        ranks: int,
-        tokens: list[Tensor],
-        pool: EnginePool,
-    ) -> None:
-        """``ranks`` of the world run it; ``tokens[i]`` are the new ids of request ``i``, on the subject's device."""
-        self.subject = subject
+    def __init__(self, side: SidePlan, plan: Plan, world: World, tokens: list[Tensor], pool: EnginePool) -> None:
+        """``tokens[i]`` are the new ids of request ``i`` of this data-parallel rank, on the subject's device."""
+        self.plan = side
         self.log: dict[str, Any] = {"rows": [], "collectives": {}, "work": [], "silent": []}
+        self.received: dict[str, tuple[int, ...]] = {}
+        """Module -> the rows that its last all-to-all of expert ids got from each rank."""
         self._plan = plan
-        self._scheme = scheme
         self._world = world
-        self._ranks = ranks
+        self._place: Place = plan.place(world.rank)
         self._tokens = tokens
         self._pool = pool
-        self._key = build_key(subject, scheme, plan, world.rank, ranks, tokens[0].device)
+        self._key: tuple[object, ...] = ()
         self._trace = world.trace
         self._records: list[CollectiveRecord] = []
         self._built: Built | None = None
 
-    def start(self) -> None:
+    def start(self, device: torch.device) -> None:
         """Builds the subject, or takes a built one, and makes it forget all requests."""
-        self._trace.begin(self.subject, "build")  # loading weights and putting hooks on is part of it
+        self._trace.begin(self.plan.module, "build")  # loading weights and putting hooks on is part of it
+        self._key = build_key(self.plan, self._plan, self._world.rank, device)
+        groups = own_groups(self._world, self.plan, self._plan.case)
         self._built = self._pool.take(self._key)
         if self._built is None:
-            self._built = build(self.subject, self._plan, self._scheme, self._tokens[0].device, self._groups())
+            recorded = {n: Recorded(g, self._records, self._module, self._trace) for n, g in groups.items()}
+            self._built = build(self.plan, self._plan, device, recorded)
         else:
-            self._built.join(self._world, self._ranks, self._records, self._module)
-        self._built.capture.start(self._trace)
-        if self._built.snapper:
-            self._built.snapper.start()
-        self.log["scheme"] = self._built.engine.scheme
-        case = self._plan.case
-        self._built.engine.start([n + max(case.mtp_steps - 1, 0) for n in case.requests])
+            self._built.join(groups, self._records, self._module, self._trace)
+        self._begin(self._built)
         self._trace.begin("", "comparison")
+
+    def _begin(self, built: Built) -> None:
+        case, dp_rank = self._plan.case, self._place.dp_rank
+        built.capture.start(self._trace)
+        built.padding.start(case.padding_content, case.seed)
+        if built.snapper:
+            built.snapper.start()
+        self.log["scheme"] = built.engine.scheme
+        built.engine.start(self._plan.lengths(dp_rank), self._plan.adapters(dp_rank))
 
     @property
     def taps(self) -> Mapping[str, Tap]:
@@ -69,17 +70,15 @@ class Side:
 
     def replay(self, phase: Phase, chosen: Mapping[str, Tensor]) -> None:
         """Lets the next forward go on with these choices of all real rows."""
-        self._ready.replay.expect(phase, self._world.rank, self._ranks, chosen)
+        self._ready.replay.expect(phase, self._place.tp_rank, self.plan.tp, chosen)
 
     def run(self, phase: Phase) -> list[Piece]:
         """One forward of all requests: what the probes held on this rank."""
-        self._trace.begin(self.subject, f"{phase.kind} step {phase.call}")
-        case = self._plan.case
-        self._ready.padding.expect(phase.real, phase.padded, case.padding_content, case.seed)
+        self._trace.begin(self.plan.module, f"{phase.kind} step {phase.call}")
+        self._ready.padding.expect(phase.real, phase.padded)
         if self._ready.snapper and self._ready.packed:
-            mine = len(phase.owned(self._world.rank, self._ranks))
-            self._ready.snapper.expect({phase.padded: phase.real, phase.shard_rows(self._ranks): mine})
-        everyone = list(range(len(phase.counts)))
+            self._ready.snapper.expect({phase.padded: phase.real, self._shard_rows(phase): len(self._owned(phase))})
+        everyone = list(phase.requests)
         try:
             for requests in [everyone] if self._ready.packed else [[r] for r in everyone]:
                 self._forward(phase, requests)
@@ -89,11 +88,12 @@ class Side:
         self._trace.begin("", "comparison")
         return pieces
 
-    def caches(self) -> dict[Phase, list[Piece]]:
-        """All caches: the rows of a cache are the positions it holds, request by request."""
-        self._trace.begin(self.subject, "caches")
+    def caches(self) -> list[list[Piece]]:
+        """All caches, by the plan's cache phases: the rows of one are the positions it holds, request by request."""
+        self._trace.begin(self.plan.module, "caches")
         self.log["cached"] = {}
-        by_phase: dict[Phase, list[Piece]] = {}
+        phases = self._plan.cache_phases(self._place.dp_rank)
+        pieces: list[list[Piece]] = [[] for _ in phases]
         caches = self._ready.engine.state()
         self._trace.begin("", "comparison")
         # A collective behind the last forward belongs to none; it shows as surplus of the last one.
@@ -102,10 +102,10 @@ class Side:
         for name, state in caches.items():
             held = [state[r] for r in range(len(self._tokens)) if r in state]
             self.log["cached"][name] = [len(rows) for rows in held]
-            phase = self._plan.cache_phase(name)
-            if held and phase.real:
-                by_phase.setdefault(phase, []).append(Piece(name, torch.cat(held)))
-        return by_phase
+            phase = self._plan.cache_phase(name, self._place.dp_rank)
+            if held and phase.real and phase in phases:
+                pieces[phases.index(phase)].append(Piece(name, torch.cat(held)))
+        return pieces
 
     @property
     def cache_taps(self) -> Mapping[str, Tap]:
@@ -123,17 +123,11 @@ class Side:
 
     def _unrounded(self, silent: list[str]) -> list[str]:
         """Snaps that had to fire and did not; those of an MTP layer fire only in its draft steps."""
+        if not self._tokens:  # an idle rank has no row that attention would see
+            return []
         ran = {self._plan.mtp_layer(step) for step in range(self._plan.case.mtp_steps)}
         idle = [f"model.layers.{i}." for i in self._plan.config.mtp_layers if i not in ran]
         return [name for name in silent if not name.startswith(tuple(idle))]
-
-    def _groups(self) -> dict[str, Recorded]:
-        groups: dict[str, Recorded] = {}
-        for name in GROUPS:
-            inner = self._world.group(name, range(self._ranks))
-            assert inner is not None, "only a rank of the group builds the subject"
-            groups[name] = Recorded(inner, self._records, self._module, self._trace)
-        return groups
 
     @property
     def _ready(self) -> Built:
@@ -144,27 +138,42 @@ class Side:
         """The innermost probed module that runs; a subject may also call collectives while it is built."""
         return self._built.capture.module if self._built else ""
 
+    def _shard_rows(self, phase: Phase) -> int:
+        return phase.shard_rows(self.plan.tp)
+
+    def _owned(self, phase: Phase) -> range:
+        return phase.owned(self._place.tp_rank, self.plan.tp)
+
     def _forward(self, phase: Phase, requests: Sequence[int]) -> None:
         if phase.kind == "target":
-            chunks: list[Chunk] = [(r, phase.starts[r], self._tokens[r]) for r in requests]
+            starts = dict(zip(phase.requests, phase.starts, strict=True))
+            chunks: list[Chunk] = [(r, starts[r], self._tokens[r]) for r in requests]
             self._ready.engine.step(chunks)
         else:
-            self._ready.engine.draft(requests, phase.call)
+            self._ready.engine.draft(requests, phase.draft)
 
     def _note(self, phase: Phase, pieces: Sequence[Piece]) -> None:
         rows: dict[str, list[int]] = {}
-        snapper = self._ready.snapper
         for piece in pieces:
             tap = self.taps[piece.probe]
             if tap.kind == "work":
                 self.log["work"].append([piece.probe, phase.call, [int(n) for n in piece.value.tolist()]])
             elif tap.compared and not tap.routed:
                 rows.setdefault(piece.probe, []).append(piece.value.shape[0])
-            if snapper and not self._ready.packed and piece.probe.endswith(_RESIDUAL):
-                snapper.see_largest(piece.probe, piece.value)
+            self._see_residual(phase, piece, tap)
         self.log["rows"] += [[probe, phase.call, counts] for probe, counts in rows.items()]
         self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
+        ids = [r for r in self._records if r.kind == "all_to_all" and r.dtype == "int64" and len(r.shape) == 2]
+        self.received |= {record.module: record.receive for record in ids}
         self._records.clear()
+
+    def _see_residual(self, phase: Phase, piece: Piece, tap: Tap) -> None:
+        """The guard bounds the reference's residual streams as well, which pass no snap."""
+        snapper = self._ready.snapper
+        if snapper and self.plan == self._plan.reference and piece.probe.endswith(_RESIDUAL):
+            sharded = tap.placement == "Shard(0)"
+            real = len(self._owned(phase)) if sharded else phase.real
+            snapper.see_largest(piece.probe, piece.value[:real])
 
 
 def _plain(record: CollectiveRecord) -> dict[str, Any]:

@@ -93,9 +93,19 @@ class Snapper:
 
     def _snapped(self, point: Point, x: Tensor, bits: int) -> Tensor:
         rounded = snap(x, bits)
-        if self._watch and rounded.numel():
-            self._keep_largest(point.probe, torch.linalg.vector_norm(rounded, dim=-1).amax())
+        if self._watch:
+            self._see_norms(point.probe, torch.linalg.vector_norm(self._real_rows(rounded), dim=-1))
         return rounded
+
+    def _see_norms(self, name: str, norms: Tensor) -> None:
+        if self._real:  # rows of routed pairs may be padding's, and poisoned
+            norms = norms[norms.isfinite()]
+        if norms.numel():
+            self._keep_largest(name, norms.amax())
+
+    def _real_rows(self, x: Tensor) -> Tensor:
+        """Without the padding of a forward whose rows are known."""
+        return x[: self._real.get(x.shape[0], x.shape[0])]
 
     def _keep_largest(self, name: str, value: Tensor) -> None:
         before = self.norms.get(name)
@@ -104,8 +114,7 @@ class Snapper:
     def _check_operand(self, name: str, module: nn.Module, bits: int) -> None:
         def check(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-                x = args[0]
-                self._check(f"input of {name}", x[: self._real.get(x.shape[0], x.shape[0])], bits)
+                self._check(f"input of {name}", self._real_rows(args[0]), bits)
 
         module.register_forward_pre_hook(check)
 

@@ -147,7 +147,7 @@ def test_a_folder_named_reference_where_the_user_stands_is_not_imported(tmp_path
 def test_a_checkpoint_folder(tmp_path):
     from reference.checkpoint import RandomWeights, write_checkpoint
     from spcheck.case import Case
-    from spcheck.plan import load_model
+    from spcheck.model import load_model
 
     preset = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
     raw = json.loads(preset.read_text())

@@ -15,10 +15,14 @@ from spcheck.plan import make_plan
 from tests.conftest import compare_case
 
 CASES = [
-    {"tp": 2, "requests": (17,), "mtp_steps": 2},
-    {"tp": 3, "requests": (5, 1, 11), "mtp_steps": 2, "scheme": "tp"},
-    {"tp": 2, "requests": (33,), "mtp_steps": 2, "reference_world": 1},
-    {"tp": 2, "requests": (300,), "mtp_steps": 0},  # index scores are summed in another order only where they are many
+    {"tp": 2, "requests": ((17,),), "mtp_steps": 2},
+    {"tp": 3, "requests": ((5, 1, 11),), "mtp_steps": 2, "scheme": "tp"},
+    {"tp": 2, "requests": ((33,),), "mtp_steps": 2, "reference_world": 1},
+    {
+        "tp": 2,
+        "requests": ((300,),),
+        "mtp_steps": 0,
+    },  # index scores are summed in another order only where they are many
 ]
 CONFIG = make_plan(Case(**CASES[0])).config
 KINDS = sorted({p.probe.split(".", 3)[-1] for p in points(CONFIG, fused_eh_norm=False)})
@@ -121,6 +125,6 @@ def test_a_straddle_is_inconclusive_and_never_equal(monkeypatch):
     for ulps, outcome in ((0, "EQUAL"), (1, "INCONCLUSIVE")):
         value = middle * (1 + 2.0**-52 * ulps)
         monkeypatch.setattr(Softmax, "forward", lambda _, z, value=value: set_best(torch.softmax(z, dim=-1), value))
-        comparison = compared({"tp": 1, "requests": (17,), "mtp_steps": 0})
+        comparison = compared({"tp": 1, "requests": ((17,),), "mtp_steps": 0})
         assert comparison.verdict.outcome == outcome, comparison.verdict.findings
     assert "straddle" in {f.kind for f in comparison.verdict.findings}

@@ -204,13 +204,13 @@ def test_verbose_marks_what_differs():
 
 
 def test_a_narrow_page_cuts_no_name():
-    comparison = compare_case(Case(requests=(3,), tp=2))
+    comparison = compare_case(Case(requests=((3,),), tp=2))
     lines = to_text(comparison, verbose=True, width=60).splitlines()
     assert {line.split()[-1] for line in lines if line} >= {r.probe for r in comparison.results}
 
 
 def test_a_summary_line_keeps_the_end_of_a_name():
-    text = to_text(compare_case(Case(requests=(3,), tp=2)))
+    text = to_text(compare_case(Case(requests=((3,),), tp=2)))
     assert not re.search(r"…$", text, re.MULTILINE)
 
 

@@ -33,7 +33,7 @@ def assert_passes(case):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_worlds_tokens_drafts_and_skipping(tp, tokens):
     for steps, skip in itertools.product((0, 1, 2, 3), (True, False)):
-        comparison = assert_passes(case(tp=tp, requests=(tokens,), mtp_steps=steps, skip_padding=skip))
+        comparison = assert_passes(case(tp=tp, requests=((tokens,),), mtp_steps=steps, skip_padding=skip))
         # 21 probes of a dense layer, 30 of a MoE layer, 42 of an MTP layer and draft step, 8 outside, 3 caches a layer.
         expected = 2 * 21 + 3 * 30 + 8 + 42 * steps + 3 * (6 if steps else 5)
         assert comparison.compared == expected
@@ -45,14 +45,14 @@ def test_worlds_tokens_drafts_and_skipping(tp, tokens):
 def test_graph_padding_never_reaches_a_real_row(scheme, content, skip):
     options = {"padding_content": content, "skip_padding": skip, "scheme": scheme, "mtp_steps": 2}
     for tp, requests, pad_to in ((2, (17,), 32), (4, (1,), 16), (3, (5, 1, 11), 24), (2, (3, 3), 6)):
-        assert_passes(case(tp=tp, requests=requests, pad_to=pad_to, **options))
+        assert_passes(case(tp=tp, requests=(requests,), pad_to=pad_to, **options))
 
 
 @pytest.mark.parametrize("requests", [(1, 1, 1), (5, 1, 11), (40,), (2, 9)])
 @pytest.mark.parametrize("scheme", ["auto", "tp"])
 def test_several_requests_and_auxiliary_states(requests, scheme):
     for aux in ((), (0,), (1, 3), (0, 1, 2, 3, 4, 5), (5,)):
-        comparison = assert_passes(case(tp=2, requests=requests, aux_layers=aux, mtp_steps=2, scheme=scheme))
+        comparison = assert_passes(case(tp=2, requests=(requests,), aux_layers=aux, mtp_steps=2, scheme=scheme))
         assert {r.probe for r in comparison.results if r.probe.startswith("model.aux")} == {
             f"model.aux.{i}" for i in aux
         }
@@ -60,7 +60,7 @@ def test_several_requests_and_auxiliary_states(requests, scheme):
 
 @pytest.mark.parametrize("tp", [6, 12])
 def test_more_ranks_than_rows(tp):
-    assert_passes(case(tp=tp, requests=(5,), mtp_steps=2))
+    assert_passes(case(tp=tp, requests=((5,),), mtp_steps=2))
 
 
 @pytest.mark.parametrize(
@@ -83,22 +83,22 @@ def test_more_ranks_than_rows(tp):
 )
 def test_other_models(overrides):
     for scheme in ("auto", "tp"):
-        assert_passes(case(tp=2, requests=(17, 2), mtp_steps=2, overrides=overrides, scheme=scheme))
+        assert_passes(case(tp=2, requests=((17, 2),), mtp_steps=2, overrides=overrides, scheme=scheme))
 
 
 def test_deepseek_v3_has_no_indexer():
-    comparison = assert_passes(case(tp=2, requests=(17,), overrides=(("model_type", "deepseek_v3"),)))
+    comparison = assert_passes(case(tp=2, requests=((17,),), overrides=(("model_type", "deepseek_v3"),)))
     assert not [r.probe for r in comparison.results if "indexer" in r.probe or "index_key" in r.probe]
 
 
 def test_float32_within_its_bound():
     for seed in range(6):
-        comparison = assert_passes(case(tp=2, requests=(17,), numerics="float32", seed=seed))
+        comparison = assert_passes(case(tp=2, requests=((17,),), numerics="float32", seed=seed))
         assert 1e-9 < max(r.max_rel for r in comparison.results) < 2e-5
 
 
 def test_bfloat16_is_inconclusive_where_a_value_differs_and_replays_choices():
-    comparison = compare_case(case(tp=2, requests=(17,), numerics="bfloat16"))
+    comparison = compare_case(case(tp=2, requests=((17,),), numerics="bfloat16"))
     choices = total_choices(comparison.results)
     assert choices.within > 0, "seed 0 is known to flip a choice"
     assert choices.beyond == 0
@@ -109,7 +109,7 @@ def test_bfloat16_is_inconclusive_where_a_value_differs_and_replays_choices():
 
 def test_plain_float64_really_differs_and_by_rounding_only():
     """The two sides are not one computation seen twice."""
-    comparison = assert_passes(case(tp=2, requests=(17,), numerics="float64"))
+    comparison = assert_passes(case(tp=2, requests=((17,),), numerics="float64"))
     assert comparison.bitwise_equal < comparison.compared / 4
     assert 1e-16 < max(r.max_rel for r in comparison.results) < 1e-13
 
@@ -117,11 +117,11 @@ def test_plain_float64_really_differs_and_by_rounding_only():
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_against_a_reference_on_one_rank(tp):
     for scheme, requests in itertools.product(("auto", "tp"), ((17,), (1,), (5, 1, 11))):
-        assert_passes(case(tp=tp, requests=requests, mtp_steps=3, scheme=scheme, reference_world=1))
-    assert_passes(case(tp=tp, requests=(17,), mtp_steps=2, reference_world=1, numerics="float32"))
+        assert_passes(case(tp=tp, requests=(requests,), mtp_steps=3, scheme=scheme, reference_world=1))
+    assert_passes(case(tp=tp, requests=((17,),), mtp_steps=2, reference_world=1, numerics="float32"))
 
 
 def test_attention_in_many_chunks_of_rows(monkeypatch):
     monkeypatch.setattr(optimized.chunks, "MAX_ELEMENTS", 1 << 10)
     for overrides in ((), (("model_type", "deepseek_v3"),)):
-        assert_passes(case(tp=2, requests=(33, 5), mtp_steps=2, overrides=overrides))
+        assert_passes(case(tp=2, requests=((33, 5),), mtp_steps=2, overrides=overrides))

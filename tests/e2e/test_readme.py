@@ -43,7 +43,7 @@ def test_the_first_output():
 def test_the_diverged_output():
     scattered = "self.group.reduce_scatter("
     with edited(SequenceParallel, "sp_reduce_scatter", scattered, f"2 * {scattered}"):
-        text = to_text(compare_case(Case(requests=(17,), tp=2)))
+        text = to_text(compare_case(Case(requests=((17,),), tp=2)))
     assert skeleton(text)[-len(skeleton(block("diverged"))) :] == skeleton(block("diverged"))
 
 

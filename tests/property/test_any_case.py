@@ -15,7 +15,7 @@ def cases(draw):
     requests = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
     padding = draw(st.none() | st.integers(0, 9))
     return Case(
-        requests=requests,
+        requests=(requests,),
         tp=draw(st.sampled_from([1, 2, 3, 4, 6])),
         scheme=draw(st.sampled_from(["auto", "tp"])),
         mtp_steps=draw(st.integers(0, 3)),

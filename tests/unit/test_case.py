@@ -9,7 +9,7 @@ from spcheck import cli
 from spcheck.case import Case
 
 FULL = Case(
-    requests=(5, 1, 11),
+    requests=((5, 1, 11),),
     tp=3,
     overrides=(("index_topk", 4), ("model_type", "deepseek_v32"), ("norm_topk_prob", False)),
     numerics="float32",
@@ -26,7 +26,7 @@ FULL = Case(
 )
 
 
-@pytest.mark.parametrize("case", [FULL, Case(requests=(17,), tp=2)], ids=["full", "plain"])
+@pytest.mark.parametrize("case", [FULL, Case(requests=((17,),), tp=2)], ids=["full", "plain"])
 def test_the_id_repeats_the_case(case, monkeypatch):
     seen = []
     monkeypatch.setattr(cli, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))

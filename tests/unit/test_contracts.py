@@ -9,7 +9,7 @@ from spcheck.plan import make_plan
 
 
 def plan_of(**options):
-    return make_plan(Case(**{"requests": (3,), "tp": 2, "mtp_steps": 2, **options}))
+    return make_plan(Case(**{"requests": ((3,),), "tp": 2, "mtp_steps": 2, **options}))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def shapes(plan, dataflow, phase=0):
 
 def test_full_sp_target_by_hand():
     """17 tokens, tp 2: m = 9. D = 96, K = 4, 2 dense and 3 MoE layers, 2 aux states, V = 250."""
-    plan = plan_of(requests=(17,), aux_layers=(0, 3))
+    plan = plan_of(requests=((17,),), aux_layers=(0, 3))
     dense = [("all_gather", "tp", 9, 96), ("reduce_scatter", "tp", 18, 96)]
     moe = [("all_gatherv", "ep", 9, 96), ("all_gatherv", "ep", 9, 4), ("all_gatherv", "ep", 9, 4)]
     moe += [("reduce_scatterv", "ep", 18, 96)]
@@ -67,19 +67,19 @@ def test_full_sp_target_by_hand():
 
 def test_tp_target_by_hand():
     """Two all-reduces per layer and the embedding's; one more for each aux layer behind layer 0."""
-    plan = plan_of(requests=(17,), aux_layers=(0, 3, 5), scheme="tp")
+    plan = plan_of(requests=((17,),), aux_layers=(0, 3, 5), scheme="tp")
     assert shapes(plan, "tp")[:-1] == [("all_reduce", "tp", 17, 96)] * (1 + 10 + 2)
-    assert shapes(plan_of(requests=(17,)), "reference")[:-1] == [("all_reduce", "tp", 17, 96)] * 11
+    assert shapes(plan_of(requests=((17,),)), "reference")[:-1] == [("all_reduce", "tp", 17, 96)] * 11
 
 
 def test_the_reference_goes_request_by_request():
-    plan = plan_of(requests=(5, 1))
+    plan = plan_of(requests=((5, 1),))
     rows = [c.shape[0] for c in expected_collectives(plan, "reference", plan.phases[0]) if c.kind == "all_reduce"]
     assert rows == [5] * 11 + [1] * 11
 
 
 def test_drafts_by_hand():
-    plan = plan_of(requests=(3, 1))
+    plan = plan_of(requests=((3, 1),))
     first, later = shapes(plan, "full-sp", 1), shapes(plan, "full-sp", 2)
     assert [c[:2] for c in first] == [c[:2] for c in later]
     assert first[0] == ("all_reduce", "tp", 4, 96)

@@ -131,10 +131,10 @@ def test_what_a_ring_no_longer_holds_is_not_compared():
 @pytest.mark.parametrize(
     "options",
     [
-        {"tp": 2, "requests": (5,)},
-        {"tp": 3, "requests": (5, 1, 11), "mtp_steps": 3, "aux_layers": (0, 2), "pad_to": 32},
-        {"tp": 4, "requests": (3,), "mtp_steps": 2, "skip_padding": False},
-        {"tp": 4, "requests": (2,), "scheme": "tp", "aux_layers": (1, 5)},
+        {"tp": 2, "requests": ((5,),)},
+        {"tp": 3, "requests": ((5, 1, 11),), "mtp_steps": 3, "aux_layers": (0, 2), "pad_to": 32},
+        {"tp": 4, "requests": ((3,),), "mtp_steps": 2, "skip_padding": False},
+        {"tp": 4, "requests": ((2,),), "scheme": "tp", "aux_layers": (1, 5)},
     ],
 )
 def test_healthy_ranks_never_part(options):

@@ -17,7 +17,7 @@ from spcheck.verdict import conclude
 from spcheck.worker.snap import snap
 from tests.conftest import compare_case
 
-CASE = {"tp": 2, "requests": (17, 4), "mtp_steps": 2, "backend": "loopback"}
+CASE = {"tp": 2, "requests": ((17, 4),), "mtp_steps": 2, "backend": "loopback"}
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from spcheck.plan import make_plan
 
 
 def case(**options):
-    return Case(**{"requests": (17,), "tp": 2, **options})
+    return Case(**{"requests": ((17,),), "tp": 2, **options})
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ def case(**options):
         ({"tp": 5}, "--tp 5 does not divide num_attention_heads 12"),
         ({"tp": 2, "overrides": (("n_routed_experts", 21), ("n_group", 3), ("topk_group", 2))},
          "--tp 2 does not divide n_routed_experts 21"),
-        ({"requests": (0,)}, "at least 1 token, not 0"),
-        ({"requests": (3, -2)}, "at least 1 token, not -2"),
+        ({"requests": ((0,),)}, "at least 1 token, not 0"),
+        ({"requests": ((3, -2),)}, "at least 1 token, not -2"),
         ({"pad_to": 10**22}, "is more than spcheck counts to"),
         ({"mtp_steps": 10**8, "overrides": (("max_position_embeddings", 2**31 - 1),)}, "more than spcheck counts to"),
         ({"seed": 10**20}, "--seed must be 0 or more and less than 2^63"),
@@ -34,7 +34,7 @@ def case(**options):
         ({"mtp_steps": -1}, "--mtp-steps must be 0 or more"),
         ({"overrides": (("num_nextn_predict_layers", 0),)}, "needs an MTP layer"),
         ({"overrides": (("num_nextn_predict_layers", 2),)}, "2 MTP layers are not supported yet"),
-        ({"requests": (4097,)}, "4097 positions are more than max_position_embeddings 4096"),
+        ({"requests": ((4097,),)}, "4097 positions are more than max_position_embeddings 4096"),
         ({"scheme": "full-sp", "tp": 1}, "--scheme full-sp cannot be: sequence parallelism needs tp > 1"),
         ({"scheme": "full-sp", "overrides": (("pipeline_parallel_size", 2),)}, "a pipeline stage would receive shards"),
         ({"scheme": "full-sp", "overrides": (("lora_rank", 8),)}, "a LoRA adapter is chosen per row"),
@@ -82,7 +82,7 @@ def test_a_config_that_is_no_file_or_no_json(tmp_path):
 
 
 def test_what_an_mtp_cache_must_hold():
-    plan = make_plan(case(requests=(5, 1), mtp_steps=3))
+    plan = make_plan(case(requests=((5, 1),), mtp_steps=3))
     assert plan.cache_phase("model.layers.0.self_attn.cache.latent").counts == (5, 1)
     assert plan.cache_phase("model.layers.5.self_attn.cache.latent").counts == (7, 3)
     assert make_plan(case(mtp_steps=0)).cache_phase("model.layers.5.self_attn.cache.latent").real == 0

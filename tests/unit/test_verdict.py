@@ -13,7 +13,7 @@ from spcheck.report.json import to_json
 from spcheck.report.text import to_text, verdict_line
 from spcheck.verdict import conclude
 
-PLAN = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics="float64"))
+PLAN = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, numerics="float64"))
 SILENT = {"rows": [], "collectives": {}, "work": [], "silent": []}
 
 
@@ -93,7 +93,7 @@ def test_a_replica_that_differs_is_a_divergence_even_with_equal_rows():
 @pytest.mark.parametrize("numerics", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["value", "set", "scores"])
 def test_no_rounding_explains_ranks_that_disagree(numerics, kind):
-    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
+    plan = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, numerics=numerics))
     fault = {"replica": {"rank": 1, "request": 0, "position": 1}}
     c = judged([row("a", difference(), kind, **fault)], [row("a", difference(), kind)], plan=plan)
     assert c.verdict.outcome == "DIVERGED"
@@ -144,7 +144,7 @@ def chosen(within=0, beyond=0):
     ],
 )
 def test_a_difference(numerics, kind, more, outcome):
-    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
+    plan = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, numerics=numerics))
     assert judged([row("a", wrong(), kind, **more)], [], plan=plan).verdict.outcome == outcome
 
 
@@ -156,12 +156,12 @@ def test_a_reference_that_is_no_number_proves_nothing():
 
 def test_a_nan_of_the_candidate_is_a_divergence_in_every_type():
     for numerics in ("float64", "float32", "bfloat16"):
-        plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics=numerics))
+        plan = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, numerics=numerics))
         assert judged([row("a", wrong(float("inf")))], [], plan=plan).verdict.outcome == "DIVERGED"
 
 
 def test_what_rounding_cannot_explain_counts_behind_a_choice_too():
-    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, numerics="bfloat16"))
+    plan = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, numerics="bfloat16"))
     rows = [row("a", wrong(), "set"), row("b", wrong(float("inf")))]
     assert judged(rows, [], plan=plan).verdict.outcome == "DIVERGED"
 
@@ -198,7 +198,7 @@ def test_json_has_no_infinity_and_text_no_markup_of_names():
 
 
 def test_the_verdict_line_says_when_sp_did_not_run():
-    plan = make_plan(Case(requests=(3,), tp=2, mtp_steps=0, scheme="tp"))
+    plan = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, scheme="tp"))
     told = reports([row("a", difference())], [])
     for report in told:
         report["candidate"]["scheme"] = "tp"
