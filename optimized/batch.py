@@ -8,7 +8,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from optimized.buffers import InputBuffers
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,14 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward's rows: the requests one after the other, then graph padding (``is_padding``, None without any)."""
+    """One forward's rows: the requests one after the other, then graph padding.
 
-    positions: Tensor  # [n], 0 on padding
+    ``positions`` and ``is_padding`` are views of buffers that the next forward writes.
+    """
+
+    positions: Tensor  # [n], whatever an earlier forward left on padding
+    is_padding: Tensor  # [n] bool
     last_rows: Tensor  # [requests]
-    is_padding: Tensor | None  # [n] bool
     attention: AttentionMetadata
 
     @property
@@ -61,8 +67,8 @@ class Batch:
         return self.positions.shape[0]
 
     def pad(self, x: Tensor) -> Tensor:
-        """[num_actual_tokens] -> [n] with zeros on padding."""
-        return torch.nn.functional.pad(x, (0, self.num_tokens - x.shape[0]))
+        """[num_actual_tokens, D] -> [n, D] with zeros on padding."""
+        return F.pad(x, (0, 0, 0, self.num_tokens - x.shape[0]))
 
 
 class SlotTable:
@@ -86,24 +92,24 @@ class SlotTable:
         """The slots of one request."""
         return slice(self.bases[request], self.bases[request + 1])
 
-    def batch(self, spans: Sequence[tuple[int, int, int]], held: Tensor, pad_to: int | None = None) -> Batch:
-        """The forward of (request, start position, rows) triples; marks in ``held`` [slots] what it will write.
+    def batch(self, spans: Sequence[tuple[int, int, int]], held: Tensor, n: int, buffers: InputBuffers) -> Batch:
+        """The forward of (request, start position, rows) triples in ``n`` rows, whose inputs stand in ``buffers``.
+
+        Marks in ``held`` [slots] what it will write.
 
         Raises:
-            ValueError: a request outgrows its slots, or the rows are more than ``pad_to``.
+            ValueError: a request outgrows its slots.
         """
         placed = self._place(spans)
-        real = placed[-1].rows.stop if placed else 0
-        n = real if pad_to is None else pad_to
-        if real > n:
-            raise ValueError(f"{real} rows cannot be padded to {n}")
-        positions = self._ints([p for s in placed for p in range(s.start, s.end)] + [0] * (n - real))
+        positions = self._ints([p for s in placed for p in range(s.start, s.end)])
         base = self._ints([s.base for s in placed for _ in range(s.start, s.end)])
-        slots = base + positions[:real]
+        slots = base + positions
         held[slots] = True
-        metadata = AttentionMetadata(placed, real, slots, base, self._visible(placed, positions, base, held))
-        mask = torch.arange(n, device=self.device) >= real if n > real else None
-        return Batch(positions, self._ints([s.rows.stop - 1 for s in placed]), mask, metadata)
+        visible = self._visible(placed, positions, base, held)
+        padded = F.pad(visible, (0, 0, 0, n - positions.shape[0]))
+        metadata = AttentionMetadata(placed, positions.shape[0], slots, base, padded)
+        last_rows = self._ints([s.rows.stop - 1 for s in placed])
+        return Batch(*buffers.place(positions, n), last_rows, metadata)
 
     def _place(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Span, ...]:
         bounds = pairwise([0, *accumulate(count for _, _, count in spans)])
@@ -119,13 +125,11 @@ class SlotTable:
         return placed
 
     def _visible(self, placed: tuple[Span, ...], positions: Tensor, base: Tensor, held: Tensor) -> Tensor:
+        """[num_actual_tokens, T]."""
         keys = torch.arange(max((s.end for s in placed), default=0), device=self.device)
-        real = base.shape[0]
-        visible = torch.zeros(positions.shape[0], keys.shape[0], dtype=torch.bool, device=self.device)
         # A draft layer that ran only in some steps has holes among its keys.
         slots = (base[:, None] + keys).clamp_(max=max(self.total - 1, 0))
-        visible[:real] = (keys <= positions[:real, None]) & held[slots]
-        return visible
+        return (keys <= positions[:, None]) & held[slots]
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -35,6 +35,12 @@ class Communicator(Protocol):
     def reduce_scatterv(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """[sum(sizes), ...] -> this rank's block [sizes[rank], ...] of the sum."""
 
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """[sum(send), ...], rows for each rank in turn -> [sum(receive), ...], rows from each rank in turn."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """A copy of rank ``source``'s tensor; the others give one of the same shape, its values unread."""
+
 
 @dataclass(frozen=True)
 class Block:

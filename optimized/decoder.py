@@ -4,35 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from optimized.attention import MLAAttention
+from optimized.batch import AttentionMetadata
 from optimized.linear import GreedySampler, Linear, ParallelLMHead, VocabParallelEmbedding
 from optimized.loader import Loader
 from optimized.mlp import MLP
 from optimized.moe import MoE
 from optimized.mtp import FusedEhNorm
-from optimized.norms import RMSNorm
+from optimized.norms import ResidualRMSNorm, RMSNorm
 from optimized.setup import Setup
 
-NormFactory = Callable[[Tensor, float], nn.Module]
+NormFactory = Callable[[Tensor, float], ResidualRMSNorm]
+
+
+class LayerNorms(NamedTuple):
+    """The kinds of a layer's norms: of what the layer before hands on, and of what its own attention and MLP do."""
+
+    entry: NormFactory
+    inner: NormFactory
 
 
 class DecoderParts(nn.Module):
-    """Two norms of the dataflow's kind, attention, and the layer's MLP or MoE.
+    """Two norms of the dataflow's kinds, attention, and the layer's MLP or MoE.
 
-    ``use_sequence_parallel`` is one flag per model: it decides here which weights a rank holds, and nothing else.
+    ``use_sequence_parallel``: the MLP or MoE runs on shards. It decides here which weights a rank holds, and nothing
+    else.
     """
 
-    def __init__(self, setup: Setup, index: int, norm: NormFactory, *, use_sequence_parallel: bool) -> None:
+    def __init__(self, setup: Setup, index: int, norms: LayerNorms, *, use_sequence_parallel: bool) -> None:
         super().__init__()
         config, loader = setup.config, setup.loader.at(f"model.layers.{index}")
         self.sp = setup.sp
-        self.input_layernorm = norm(loader.full("input_layernorm.weight"), config.rms_norm_eps)
+        self.input_layernorm = norms.entry(loader.full("input_layernorm.weight"), config.rms_norm_eps)
         self.self_attn = MLAAttention(config, loader.at("self_attn"), setup.tp, setup.rotary)
-        self.post_attention_layernorm = norm(loader.full("post_attention_layernorm.weight"), config.rms_norm_eps)
+        post_norm = loader.full("post_attention_layernorm.weight")
+        self.post_attention_layernorm = norms.inner(post_norm, config.rms_norm_eps)
         self.mlp: nn.Module
         if config.is_moe_layer(index):
             self.mlp = MoE(setup, loader.at("mlp"), already_sequence_parallel=use_sequence_parallel)
@@ -43,8 +54,8 @@ class DecoderParts(nn.Module):
 class MtpParts(DecoderParts):
     """A decoder layer with the MTP layer's embedding, its two input norms and projection, and its head."""
 
-    def __init__(self, setup: Setup, index: int, norm: NormFactory, *, use_sequence_parallel: bool) -> None:
-        super().__init__(setup, index, norm, use_sequence_parallel=use_sequence_parallel)
+    def __init__(self, setup: Setup, index: int, norms: LayerNorms, *, use_sequence_parallel: bool) -> None:
+        super().__init__(setup, index, norms, use_sequence_parallel=use_sequence_parallel)
         config, loader = setup.config, setup.loader.at(f"model.layers.{index}")
         self.zero_first_embedding = config.mtp_zero_first_embedding
         self.embed_tokens = VocabParallelEmbedding(_own_or_main(setup, loader, "embed_tokens", "model."), setup.tp)
@@ -52,7 +63,7 @@ class MtpParts(DecoderParts):
         self.hnorm = RMSNorm(loader.full("hnorm.weight"), config.rms_norm_eps)
         self.fused_eh_norm = FusedEhNorm(self.enorm, self.hnorm) if config.fused_eh_norm else None
         self.eh_proj = Linear(loader.full("eh_proj.weight"))
-        self.shared_head = SharedHead(setup, loader.at("shared_head"), norm)
+        self.shared_head = SharedHead(setup, loader.at("shared_head"), norms.inner)
 
     def embedded(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
         """Ids [n], hidden [n,D], positions [n] -> normed embedding and hidden side by side [n,2D]."""
@@ -85,7 +96,7 @@ class Backbone(nn.Module):
 
     def __init__(self, setup: Setup, layers: Sequence[nn.Module], norm: NormFactory) -> None:
         super().__init__()
-        self.sp, self.tp = setup.sp, setup.tp
+        self.sp = setup.sp
         self.num_hidden_layers = setup.config.num_hidden_layers
         self.aux_hidden_state_layers = frozenset(setup.aux_layers)
         self.embed_tokens = VocabParallelEmbedding(setup.loader.at("model.embed_tokens"), setup.tp)
@@ -95,3 +106,22 @@ class Backbone(nn.Module):
     def decoder_layers(self) -> list[nn.Module]:
         """The layers of the target model."""
         return list(islice(self.layers, self.num_hidden_layers))
+
+    def through_layers(self, hidden: Tensor, positions: Tensor, attn: AttentionMetadata) -> list[Tensor]:
+        """Embedding -> final hidden and auxiliary states, where one layout holds from entry to exit."""
+        residual: Tensor | None = None
+        aux: list[Tensor] = []
+        for index, layer in enumerate(self.decoder_layers()):
+            aux += self.aux_state(index, hidden, residual)
+            hidden, residual = layer(hidden, residual, positions, attn)
+        aux += self.aux_state(self.num_hidden_layers, hidden, residual)
+        hidden, _ = self.norm(hidden, residual)
+        return [hidden, *aux]
+
+    def aux_state(self, index: int, hidden: Tensor, residual: Tensor | None) -> list[Tensor]:
+        """The auxiliary state at the input of layer ``index`` if it is asked for; what the norm there would norm."""
+        if index not in self.aux_hidden_state_layers:
+            return []
+        last = index == self.num_hidden_layers
+        norm = self.norm if last else cast(DecoderParts, self.layers[index]).input_layernorm
+        return [norm.stream(hidden, residual)]

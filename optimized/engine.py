@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,9 +11,16 @@ from torch import Tensor, nn
 
 from optimized.attention import MLAAttention
 from optimized.batch import Batch, SlotTable
+from optimized.buffers import GraphPadding, InputBuffers
 from optimized.dataflows import DATAFLOWS
 from optimized.decoder import DecoderParts, MtpParts
-from optimized.forward_context import DPMetadata, ForwardContext, set_forward_context
+from optimized.forward_context import (
+    DPMetadata,
+    ForwardContext,
+    coordinate_batch_across_dp,
+    create_forward_context,
+    override_forward_context,
+)
 from optimized.linear import GreedySampler, ParallelLMHead
 from optimized.setup import Setup
 
@@ -23,12 +29,17 @@ Chunk = tuple[int, int, Tensor]
 
 @dataclass(frozen=True)
 class TargetStep:
-    """What draft step 0 needs of the last target step: its rows, their ids, the final hidden and the sampled tokens."""
+    """What draft step 0 needs of the last target step: its rows, their ids, the final hidden and the sampled tokens.
+
+    Step 0 runs in the same forward context.
+    """
 
     spans: list[tuple[int, int, int]]  # (request, start position, rows)
     ids: Tensor  # [real rows]
-    hidden: Tensor  # [n,D]
+    hidden: Tensor  # [real rows, D]
     sampled: Tensor  # [requests]
+    num_tokens: int  # rows, padding included
+    context: ForwardContext
 
 
 @dataclass(frozen=True)
@@ -43,22 +54,25 @@ class Drafted:
 class Engine(nn.Module):
     """The target model, its head, and the MTP layers as drafters; all requests of a step in one forward."""
 
-    def __init__(self, setup: Setup, scheme: str, pad_to: int | None) -> None:
+    def __init__(self, setup: Setup, scheme: str, padding: GraphPadding) -> None:
         super().__init__()
         self.scheme = scheme
-        self.setup, self.pad_to = setup, pad_to
+        self.setup, self.padding = setup, padding
+        self.inputs = InputBuffers(setup.loader.device)
         dataflow = DATAFLOWS[scheme]
         self.has_moe = any(setup.config.is_moe_layer(i) for i in range(setup.config.mtp_layers.stop))
         self.use_sequence_parallel = dataflow.use_sequence_parallel
         self.model = dataflow.build(setup)
         self.lm_head = ParallelLMHead(setup.loader.at("lm_head"), setup.config.vocab_size, setup.tp)
         self.sampler = GreedySampler()
+        self.no_ids = self.inputs.ids[:0]
+        self.no_hidden = self.lm_head.weight.new_empty(0, setup.config.hidden_size)
         self.start(())
 
-    def start(self, lengths: Sequence[int]) -> None:
+    def start(self, lengths: Sequence[int], adapters: Sequence[int] | None = None) -> None:
         """Forgets all requests; request ``i`` will hold at most ``lengths[i]`` positions."""
         self.slots = SlotTable(lengths, self.setup.loader.device)
-        self.setup.rotary.reserve(max(lengths, default=0))
+        self.setup.rotary.reserve(max([1, *lengths]))  # a row of padding has a position, too
         for attention in self._attentions():
             attention.allocate(self.slots.total)
         # The target's layers are written together; every MTP layer only by the draft steps it runs.
@@ -68,14 +82,14 @@ class Engine(nn.Module):
 
     @torch.no_grad()
     def step(self, chunks: Sequence[Chunk]) -> None:
-        """One target forward over new tokens of some requests."""
+        """One target forward over new tokens of some requests; of none, all its rows are padding."""
         spans = [(request, start, ids.shape[0]) for request, start, ids in chunks]
-        batch = self.slots.batch(spans, self.held[0], self.pad_to)
-        ids = torch.cat([ids for _, _, ids in chunks]).to(self.slots.device)
-        with self._context(batch):
-            hidden, *_ = self.model(batch.pad(ids), batch.positions, batch.attention)
+        ids = torch.cat([self.no_ids, *(ids.to(self.slots.device) for _, _, ids in chunks)])
+        batch, context = self._prepare(spans, self.held[0], self.padding.of_target)
+        with override_forward_context(context):
+            hidden, *_ = self.model(self._ids(ids, batch), batch.positions, batch.attention)
             sampled = self.sampler(self.lm_head(hidden)[batch.last_rows])
-        self.target = TargetStep(spans, ids, hidden, sampled)
+        self.target = TargetStep(spans, ids, hidden[: ids.shape[0]], sampled, batch.num_tokens, context)
 
     @torch.no_grad()
     def draft(self, requests: Sequence[int], step: int) -> None:
@@ -89,34 +103,54 @@ class Engine(nn.Module):
         assert self.target is not None, "a draft follows a target step"
         target = self.target
         assert list(requests) == [request for request, _, _ in target.spans], "step 0 drafts for the whole step"
-        batch = self.slots.batch(target.spans, self.held[1], self.pad_to)
+        batch = self.slots.batch(target.spans, self.held[1], target.num_tokens, self.inputs)
         ids = target.ids.roll(-1).index_copy(0, batch.last_rows, target.sampled)
-        self._draft(0, batch, ids, target.hidden)
+        self._draft(0, batch, target.context, ids, target.hidden)
 
     def _draft_next(self, requests: Sequence[int], step: int) -> None:
         last = [self.drafted[request] for request in requests]
         spans = [(request, row.position, 1) for request, row in zip(requests, last, strict=True)]
         index = step % self.setup.config.num_nextn_predict_layers
-        batch = self.slots.batch(spans, self.held[1 + index])
-        self._draft(index, batch, torch.stack([r.token for r in last]), torch.stack([r.hidden for r in last]))
+        batch, context = self._prepare(spans, self.held[1 + index], self.padding.of_draft)
+        ids = torch.cat([self.no_ids, *(row.token.view(1) for row in last)])
+        hidden = torch.cat([self.no_hidden, *(row.hidden.unsqueeze(0) for row in last)])
+        self._draft(index, batch, context, ids, hidden)
 
-    def _draft(self, index: int, batch: Batch, ids: Tensor, hidden: Tensor) -> None:
-        """Runs MTP layer ``index`` on ids [real rows] and hidden [n,D]; keeps what the next step needs."""
+    def _draft(self, index: int, batch: Batch, context: ForwardContext, ids: Tensor, hidden: Tensor) -> None:
+        """Runs MTP layer ``index`` on ids [r] and hidden [r,D] of the real rows; keeps what the next step needs."""
         layer = cast(MtpParts, self.model.layers[self.setup.config.num_hidden_layers + index])
-        with self._context(batch):
-            hidden = layer(batch.pad(ids), hidden, batch.positions, batch.attention)
+        with override_forward_context(context):
+            hidden = layer(self._ids(ids, batch), batch.pad(hidden), batch.positions, batch.attention)
             tokens = layer.shared_head.sampler(layer.shared_head.head(hidden)[batch.last_rows])
         rows = zip(batch.attention.spans, hidden[batch.last_rows], tokens, strict=True)
         self.drafted |= {span.request: Drafted(row, token, span.end) for span, row, token in rows}
 
-    def _context(self, batch: Batch) -> AbstractContextManager[ForwardContext]:
+    def _ids(self, ids: Tensor, batch: Batch) -> Tensor:
+        return self.inputs.place_ids(ids, batch.num_tokens)
+
+    def _prepare(
+        self, spans: Sequence[tuple[int, int, int]], held: Tensor, graph_of: Callable[[int], int | None]
+    ) -> tuple[Batch, ForwardContext]:
+        """A forward's batch and context; ``graph_of`` gives the rows of the graph that would run so many rows."""
+        rows = max(1, sum(count for _, _, count in spans))
+        graph = graph_of(rows)
+        n, agreed = self._agree(graph or rows, graph_padded=graph is not None)
+        batch = self.slots.batch(spans, held, n, self.inputs)
         metadata = DPMetadata.make(
-            batch.num_tokens,
+            n,
             self.setup.parallel,
+            agreed,
             has_moe=self.has_moe,
             use_sequence_parallel=self.use_sequence_parallel,
         )
-        return set_forward_context(batch.num_tokens, batch.is_padding, metadata)
+        return batch, create_forward_context(n, batch.is_padding, metadata)
+
+    def _agree(self, rows: int, *, graph_padded: bool) -> tuple[int, Tensor | None]:
+        """Rows to run, and those of all DP ranks [dp]; None where no rows are dispatched between them."""
+        if self.setup.dp_cpu is None or not self.has_moe:
+            return rows, None
+        agreed = coordinate_batch_across_dp(rows, self.setup.dp_cpu, graph_padded=graph_padded)
+        return int(agreed[self.setup.dp_cpu.rank]), agreed
 
     def state(self) -> dict[str, dict[int, Tensor]]:
         """Cache name -> request -> [positions held, width]."""

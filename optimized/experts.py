@@ -29,23 +29,19 @@ class Permute(nn.Module):
 
 
 class FusedExperts(nn.Module):
-    """(hidden [R,D], ids [R,K], weights [R,K]) -> the local experts' summand of the routed output [R,D].
+    """(hidden [R,D], ids [R,K], weights [R,K]) -> the rank's summand of the routed output [R,D].
 
-    A rank holds a contiguous block of E/ep experts, stacked: ``w13`` [E_local, 2Fe, D] (gate rows, then up rows),
-    ``w2`` [E_local, D, Fe]. Id -1 is no expert.
+    A rank holds a contiguous block of experts whole (expert parallelism) or some channels of every expert, stacked:
+    ``w13`` [E_local, 2F_local, D] (gate rows, then up rows), ``w2`` [E_local, D, F_local]. Id -1 is no expert.
     """
 
-    def __init__(self, loader: Loader, count: int, ep: Communicator) -> None:
+    def __init__(self, loader: Loader, experts: range, channels: Block) -> None:
         super().__init__()
-        own = Block.of(ep).span(count, "n_routed_experts")
-        self.permute = Permute(range(own.start, own.stop))
-        gate_up = self._stack(loader, "gate", "up")
-        self.w13 = nn.Parameter(gate_up.view(len(self.permute.experts), -1, gate_up.shape[-1]), requires_grad=False)
-        self.w2 = nn.Parameter(self._stack(loader, "down"), requires_grad=False)
+        self.permute = Permute(experts)
+        gate_up = loader.stacked(_names(experts, "gate", "up"), channels, dim=0)
+        self.w13 = nn.Parameter(gate_up.view(len(experts), -1, gate_up.shape[-1]), requires_grad=False)
+        self.w2 = nn.Parameter(loader.stacked(_names(experts, "down"), channels, dim=1), requires_grad=False)
         self.act_fn = SiluAndMul()
-
-    def _stack(self, loader: Loader, *names: str) -> Tensor:
-        return loader.stacked([f"{e}.{name}_proj.weight" for e in self.permute.experts for name in names])
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """-> partial [R,D]."""
@@ -65,23 +61,46 @@ class FusedExperts(nn.Module):
 
 
 class DispatchedExperts(FusedExperts):
-    """The same on a shard: (hidden [m,D], ids [m,K], weights [m,K]) -> the complete routed output [m,D]."""
+    """The same for rows that other ranks of a group hold as well as the own ones; ``manager`` dispatches in the group.
 
-    def __init__(self, loader: Loader, count: int, ep: Communicator, manager: All2AllManager, tp_size: int) -> None:
-        super().__init__(loader, count, ep)
-        self.manager = manager
-        self.tp_size, self.ep_size = tp_size, ep.size
+    (hidden [m,D], ids [m,K], weights [m,K]) -> [m,D], summed over the group: complete where it is the whole world.
+    ``sp_size`` is tp where the rows are shards, else 1.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        experts: range,
+        channels: Block,
+        group: Communicator,
+        manager: All2AllManager,
+        *,
+        sp_size: int,
+    ) -> None:
+        super().__init__(loader, experts, channels)
+        self.group, self.manager = group, manager
+        self.sp_size = sp_size
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """-> [m,D], summed over all experts."""
-        sizes = self._announced_sizes(hidden.shape[0])
-        routed = self.local(*self.manager.dispatch(hidden, ids, weights, sizes))
-        return self.manager.combine(routed, sizes)
+        """-> [m,D]."""
+        sizes = self._announced_sizes(hidden)
+        rows, combine = self.manager.dispatch(hidden, ids, weights, sizes)
+        return combine(self.local(*rows))
 
-    def _announced_sizes(self, rows: int) -> list[int]:
-        """Rows of every rank; without a forward context there is one DP rank, whose shards have equal rows."""
-        metadata = get_forward_context().dp_metadata
-        return [rows] * self.ep_size if metadata is None else metadata.sp_local_sizes(self.tp_size)
+    def _announced_sizes(self, hidden: Tensor) -> list[int]:
+        """Rows of every rank of the group. Without metadata shards of one DP rank are equal; DP ranks must ask."""
+        metadata, rows = get_forward_context().dp_metadata, hidden.shape[0]
+        if metadata is not None:
+            return metadata.sp_local_sizes(self.sp_size)
+        if self.group.size == self.sp_size:
+            return [rows] * self.group.size
+        own = torch.tensor([rows], dtype=torch.int64, device=hidden.device)
+        sizes: list[int] = self.group.all_gather(own).tolist()
+        return sizes
+
+
+def _names(experts: range, *projections: str) -> list[str]:
+    return [f"{expert}.{name}_proj.weight" for expert in experts for name in projections]
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, sizes: list[int]) -> Tensor:

@@ -5,7 +5,6 @@ A context variable, since ranks may be threads of one process.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,40 +13,83 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimized.communicator import Communicator
 from optimized.parallel_config import ParallelConfig
+
+
+def coordinate_batch_across_dp(num_tokens: int, dp_cpu: Communicator, *, graph_padded: bool) -> Tensor:
+    """Tells the DP ranks how many rows this one is about to run, and whether a captured graph sets their number.
+
+    Returns:
+        The rows that every DP rank must run, int64 [dp] on the CPU: all run the most where one runs a graph.
+    """
+    own = torch.zeros(2, dp_cpu.size, dtype=torch.int64)
+    own[:, dp_cpu.rank] = torch.tensor([num_tokens, graph_padded])
+    rows, padded = dp_cpu.all_reduce(own)
+    return torch.full_like(rows, int(rows.max())) if padded.any() else rows
 
 
 @dataclass(frozen=True)
 class DPMetadata:
-    """Row counts of the data-parallel ranks, graph padding included: a CPU tensor [dp], one entry at dp = 1."""
+    """Row counts of the data-parallel ranks, graph padding included: a CPU tensor [dp], one entry at dp = 1.
+
+    Raises:
+        ValueError: in ``check``, where the own entry, that of ``dp_rank``, is not the number of the rank's rows.
+    """
 
     num_tokens_across_dp: Tensor
+    dp_rank: int = 0
 
     @classmethod
     def make(
-        cls, num_tokens: int, parallel: ParallelConfig, *, has_moe: bool, use_sequence_parallel: bool
+        cls,
+        num_tokens: int,
+        parallel: ParallelConfig,
+        num_tokens_across_dp: Tensor | None = None,
+        dp_cpu: Communicator | None = None,
+        *,
+        has_moe: bool,
+        use_sequence_parallel: bool,
     ) -> DPMetadata | None:
-        """The counts this forward needs; None where nothing is dispatched (no MoE, or neither DP nor SP)."""
-        if not has_moe or not (parallel.data_parallel_size > 1 or use_sequence_parallel):
+        """The counts this forward needs; None where nothing is dispatched (no MoE, or neither DP nor SP).
+
+        With data parallelism they are ``num_tokens_across_dp``, or where None are given the ranks agree here.
+
+        Raises:
+            ValueError: the own entry is not ``num_tokens``.
+        """
+        dispatched = parallel.data_parallel_size > 1 or use_sequence_parallel
+        if not has_moe or not dispatched:
             return None
-        if parallel.data_parallel_size > 1:
-            raise ValueError("data parallelism is not supported yet")
-        return cls(torch.tensor([num_tokens]))
+        if parallel.data_parallel_size == 1:
+            num_tokens_across_dp = torch.tensor([num_tokens])
+        elif num_tokens_across_dp is None:
+            assert dp_cpu is not None, "with data parallelism there is a group for CPU tensors"
+            num_tokens_across_dp = coordinate_batch_across_dp(num_tokens, dp_cpu, graph_padded=False)
+        made = cls(num_tokens_across_dp, parallel.data_parallel_rank)
+        made.check(num_tokens)
+        return made
 
-    def check(self, num_tokens: int, dp_rank: int = 0) -> None:
+    def check(self, num_tokens: int) -> None:
         """Raises ValueError where the rank's own entry is not the number of its rows."""
-        own = int(self.num_tokens_across_dp[dp_rank])
+        own = int(self.num_tokens_across_dp[self.dp_rank])
         if own != num_tokens:
-            raise ValueError(f"DP rank {dp_rank} announced {own} rows and has {num_tokens}")
+            raise ValueError(f"DP rank {self.dp_rank} announced {own} rows and has {num_tokens}")
 
-    def sp_local_sizes(self, tp: int) -> list[int]:
-        """Rows of every rank of the expert-parallel group under SP, DP-major: ceil(n_d/tp), tp times per DP rank."""
-        return [-(-n // tp) for n in self.num_tokens_across_dp.tolist() for _ in range(tp)]
+    def sp_local_sizes(self, sp_size: int) -> list[int]:
+        """Rows of every rank that dispatches, DP-major: ceil(n_d/sp_size), sp_size times per DP rank.
+
+        ``sp_size`` is tp for shards. Full rows are dispatched between DP ranks alone: 1.
+        """
+        return [-(-n // sp_size) for n in self.num_tokens_across_dp.tolist() for _ in range(sp_size)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForwardContext:
-    """One forward's settings. ``is_padding`` [rows] is True on rows that are no token; None: there are none."""
+    """One forward's settings. ``is_padding`` [rows] is True on rows that are no token; None: there are none.
+
+    In a region that runs on shards ``is_padding`` is the shard's, see :func:`narrowed_padding_mask`.
+    """
 
     is_padding: Tensor | None = None
     dp_metadata: DPMetadata | None = None
@@ -61,11 +103,10 @@ def get_forward_context() -> ForwardContext:
     return _context.get(ForwardContext())
 
 
-@contextmanager
-def set_forward_context(
+def create_forward_context(
     num_tokens: int, is_padding: Tensor | None = None, dp_metadata: DPMetadata | None = None
-) -> Iterator[ForwardContext]:
-    """Makes a context active for the block and puts back the one before.
+) -> ForwardContext:
+    """The context of one forward of ``num_tokens`` rows, or of several with the same rows.
 
     Raises:
         ValueError: the metadata or the mask is not for ``num_tokens`` rows.
@@ -74,21 +115,34 @@ def set_forward_context(
         dp_metadata.check(num_tokens)
     if is_padding is not None and is_padding.shape != (num_tokens,):
         raise ValueError(f"the padding mask has shape {tuple(is_padding.shape)} for {num_tokens} rows")
-    with _active(ForwardContext(is_padding, dp_metadata)) as context:
+    return ForwardContext(is_padding, dp_metadata)
+
+
+@contextmanager
+def override_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Makes a context active for the block and puts back the one before."""
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+@contextmanager
+def set_forward_context(
+    num_tokens: int, is_padding: Tensor | None = None, dp_metadata: DPMetadata | None = None
+) -> Iterator[ForwardContext]:
+    """A new context, active for the block; raises as :func:`create_forward_context`."""
+    with override_forward_context(create_forward_context(num_tokens, is_padding, dp_metadata)) as context:
         yield context
 
 
 @contextmanager
 def narrowed_padding_mask(is_padding: Tensor) -> Iterator[ForwardContext]:
     """The active context with a shard's mask in place of the full one, for the block."""
-    with _active(dataclasses.replace(get_forward_context(), is_padding=is_padding)) as context:
-        yield context
-
-
-@contextmanager
-def _active(context: ForwardContext) -> Iterator[ForwardContext]:
-    token = _context.set(context)
-    try:
-        yield context
-    finally:
-        _context.reset(token)
+    with override_forward_context(get_forward_context()) as context:
+        full, context.is_padding = context.is_padding, is_padding
+        try:
+            yield context
+        finally:
+            context.is_padding = full

@@ -51,9 +51,11 @@ class Loader:
         stored = {name: self.reader.tensor(self.prefix + name) for name in names}
         return self._own(torch.cat([x[block.span(x.shape[0], self.prefix + name)] for name, x in stored.items()]))
 
-    def stacked(self, names: Sequence[str]) -> Tensor:
-        """[len(names), ...]: tensors of one shape, in this order."""
-        return self._own(torch.stack([self.reader.tensor(self.prefix + name) for name in names]))
+    def stacked(self, names: Sequence[str], block: Block, dim: int) -> Tensor:
+        """[len(names), ...]: the blocks of dim ``dim`` of tensors of one shape, in this order."""
+        stored = {name: self.reader.tensor(self.prefix + name) for name in names}
+        parts = [x.movedim(dim, 0)[block.span(x.shape[dim], self.prefix + name)] for name, x in stored.items()]
+        return self._own(torch.stack(parts).movedim(1, dim + 1))
 
     def vocabulary(self, name: str, block: Block) -> Tensor:
         """The block of rows of [V, D] after padding V with zero rows to a multiple of the ranks."""

@@ -43,18 +43,26 @@ class RMSNorm(Norm):
 class ResidualRMSNorm(Norm):
     """(x, residual) -> (norm(x + residual), x + residual), on whatever rows it gets; no residual counts as zero."""
 
+    def stream(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[rows, D] twice -> the residual stream [rows, D] that is normed."""
+        return x if residual is None else x + residual
+
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """[rows, D] twice -> [rows, D] twice."""
-        total = x if residual is None else x + residual
+        total = self.stream(x, residual)
         return self.normalise(total), total
 
 
-class FusedAllReduceRMSNorm(Norm):
+class FusedAllReduceRMSNorm(ResidualRMSNorm):
     """:func:`fused_allreduce_rms_norm` as a module; without a residual (a model's entry) ``x`` is complete already."""
 
     def __init__(self, weight: Tensor, eps: float, tp: Communicator) -> None:
         super().__init__(weight, eps)
         self.tp = tp
+
+    def stream(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Partial [n, D] and residual [n, D] -> the residual stream [n, D], for one all-reduce."""
+        return x if residual is None else self.tp.all_reduce(x) + residual
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Partial [n, D] and residual [n, D] -> (normed, residual') [n, D]."""

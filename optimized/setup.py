@@ -14,7 +14,11 @@ from reference.config import ModelConfig
 
 @dataclass(frozen=True)
 class Setup:
-    """Sizes, settings, weights and communicators of one rank."""
+    """Sizes, settings, weights and communicators of one rank.
+
+    ``ep`` is the whole world. ``dp`` joins the ranks of one TP rank, and ``dp_cpu`` the same for tensors on the CPU;
+    both are None without data parallelism.
+    """
 
     config: ModelConfig
     parallel: ParallelConfig
@@ -22,6 +26,8 @@ class Setup:
     tp: Communicator
     ep: Communicator
     rotary: RotaryTable
+    dp: Communicator | None = None
+    dp_cpu: Communicator | None = None
     aux_layers: tuple[int, ...] = ()
     skip_padding: bool = True
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from optimized.all2all import ALL2ALL_MANAGERS
+from optimized.buffers import GraphPadding
 from optimized.communicator import Communicator
 from optimized.engine import Engine
 from optimized.loader import Loader
@@ -34,20 +36,31 @@ def build(
     scheme: str,
     aux_layers: tuple[int, ...],
     pad_to: int | None,
+    graph_sizes: tuple[int, ...],
     skip_padding: bool,
+    expert_parallel: bool,
+    all2all_backend: str,
+    lora_adapters: int,
 ) -> Engine:
     """One rank's engine with its weights loaded.
 
+    ``groups``: ``tp``, ``ep`` (the world), and with data parallelism ``dp`` and ``dp_cpu`` (docs/subjects.md).
+
     Raises:
-        ValueError: the scheme cannot be, or a size cannot be divided over the ranks.
+        ValueError: the scheme cannot be, the backend is unknown, or a size cannot be divided over the ranks.
     """
-    tp, ep = groups["tp"], groups["ep"]
+    tp, ep, dp = groups["tp"], groups["ep"], groups.get("dp")
     parallel = ParallelConfig(
         tensor_parallel_size=tp.size,
-        pipeline_parallel_size=config.pipeline_parallel_size,
-        lora=config.lora_rank > 0,
+        data_parallel_size=dp.size if dp else 1,
+        data_parallel_rank=dp.rank if dp else 0,
+        enable_expert_parallel=expert_parallel,
+        all2all_backend=all2all_backend,
+        lora=lora_adapters > 0,
     )
     active, _ = resolve_scheme(scheme, parallel)
+    if all2all_backend not in ALL2ALL_MANAGERS:
+        raise ValueError(f"unknown all2all backend {all2all_backend!r} ({', '.join(ALL2ALL_MANAGERS)})")
     loader, rotary = Loader(weights, dtype, device), RotaryTable(config, dtype, device)
-    setup = Setup(config, parallel, loader, tp, ep, rotary, aux_layers, skip_padding)
-    return Engine(setup, active, pad_to)
+    setup = Setup(config, parallel, loader, tp, ep, rotary, dp, groups.get("dp_cpu"), aux_layers, skip_padding)
+    return Engine(setup, active, GraphPadding(pad_to, graph_sizes))

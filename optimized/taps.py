@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from optimized.dataflows import is_between_shards
 from reference.config import ModelConfig
 
 Tap = tuple[str, str, int, str, str]
@@ -11,35 +12,43 @@ Tap = tuple[str, str, int, str, str]
 
 @dataclass(frozen=True)
 class Placements:
-    """How a dataflow lays out the three kinds of values outside attention."""
+    """How one layer lays out the values outside attention."""
 
-    rows: str  # a complete value per token row
+    entry: str  # a complete value per token row, before attention
+    rows: str  # and behind it
     block: str  # what attention and MLP hand on
     channels: str  # inside an MLP
+    experts: str  # inside the routed experts
 
 
-PLACEMENTS = {
-    "tp": Placements(rows="Replicate", block="Partial", channels="Shard(1)"),
-    "full-sp": Placements(rows="Shard(0)", block="Shard(0)", channels="Shard(0)"),
-}
+def placements(config: ModelConfig, scheme: str, index: int, *, expert_parallel: bool) -> Placements:
+    """The placements in layer ``index``, MTP layers included."""
+    experts = "Partial" if expert_parallel else "Shard(1)"
+    full = Placements("Replicate", "Replicate", "Partial", "Shard(1)", experts)
+    shard = Placements("Shard(0)", "Shard(0)", "Shard(0)", "Shard(0)", experts)
+    if scheme != "moe-sp":
+        return shard if scheme == "full-sp" else full
+    if not config.is_moe_layer(index):
+        return full
+    return shard if is_between_shards(config, index) else replace(shard, entry="Replicate")
 
 
-def taps(config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...]) -> dict[str, Tap]:
+def taps(config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...], expert_parallel: bool) -> dict[str, Tap]:
     """Probe name -> (module, side, index, placement, kind)."""
-    at = PLACEMENTS[scheme]
+    exit_rows = "Shard(0)" if scheme == "full-sp" else "Replicate"
     out = {
         "model.embed_tokens.in": ("model.embed_tokens", "in", 0, "Replicate", "set"),
         "model.embed_tokens.out": _value("model.embed_tokens", "Replicate"),
-        **_norm("model.norm", at),
+        **_norm("model.norm", exit_rows),
         "model.out": _value("model", "Replicate"),
         **{f"model.aux.{i}": _value("model", "Replicate", 1 + j) for j, i in enumerate(sorted(set(aux_layers)))},
         "lm_head.out": _value("lm_head", "Replicate"),
         **_sampler("sampler"),
     }
     for index in range(config.mtp_layers.stop):
-        out |= _layer(config, index, at)
+        out |= _layer(config, index, placements(config, scheme, index, expert_parallel=expert_parallel))
     for index in config.mtp_layers:
-        out |= _mtp(config, f"model.layers.{index}", at)
+        out |= _mtp(config, f"model.layers.{index}", exit_rows)
     return out
 
 
@@ -54,9 +63,9 @@ def _value(module: str, placement: str, index: int = 0, side: str = "out") -> Ta
     return module, side, index, placement, "value"
 
 
-def _norm(module: str, at: Placements) -> dict[str, Tap]:
+def _norm(module: str, rows: str) -> dict[str, Tap]:
     """A fused norm's input is its second output, the updated residual."""
-    return {f"{module}.in": _value(module, at.rows, 1), f"{module}.out": _value(module, at.rows)}
+    return {f"{module}.in": _value(module, rows, 1), f"{module}.out": _value(module, rows)}
 
 
 def _layer(config: ModelConfig, index: int, at: Placements) -> dict[str, Tap]:
@@ -64,10 +73,10 @@ def _layer(config: ModelConfig, index: int, at: Placements) -> dict[str, Tap]:
     post = f"{layer}.post_attention_layernorm"
     mlp = _moe(config, f"{layer}.mlp", at) if config.is_moe_layer(index) else _dense(f"{layer}.mlp", at)
     return {
-        **_norm(f"{layer}.input_layernorm", at),
+        **_norm(f"{layer}.input_layernorm", at.entry),
         **_attention(config, f"{layer}.self_attn"),
         f"{layer}.self_attn.out": _value(post, at.block, side="in"),
-        **_norm(post, at),
+        **_norm(post, at.rows),
         **mlp,
         f"{layer}.mlp.out": _value(f"{layer}.mlp", at.block),
     }
@@ -118,7 +127,7 @@ def _moe(config: ModelConfig, mlp: str, at: Placements) -> dict[str, Tap]:
         **_choice(f"{gate}.choose", at.rows),
         f"{gate}.weigh.out": (f"{gate}.weigh", "out", 0, at.rows, f"by:{gate}.choose.out"),
         f"{mlp}.experts.order": (f"{mlp}.experts.permute", "in", 0, "Shard(0)", "order"),
-        f"{mlp}.experts.act_fn.out": (f"{mlp}.experts.act_fn", "out", 0, "Partial", f"routed:{gate}.choose.out"),
+        f"{mlp}.experts.act_fn.out": (f"{mlp}.experts.act_fn", "out", 0, at.experts, f"routed:{gate}.choose.out"),
         f"{mlp}.experts.out": _value(f"{mlp}.experts", at.block),
         f"{mlp}.experts.work": (f"{mlp}.experts.permute", "out", 1, "Shard(0)", "work"),
         f"{mlp}.shared_experts.act_fn.out": _value(f"{mlp}.shared_experts.act_fn", at.channels),
@@ -126,7 +135,8 @@ def _moe(config: ModelConfig, mlp: str, at: Placements) -> dict[str, Tap]:
     }
 
 
-def _mtp(config: ModelConfig, layer: str, at: Placements) -> dict[str, Tap]:
+def _mtp(config: ModelConfig, layer: str, rows: str) -> dict[str, Tap]:
+    """``rows``: where the hidden is complete, but for the input norms and the end."""
     head = f"{layer}.shared_head"
     norms = [("enorm", 0), ("hnorm", 0)] if not config.fused_eh_norm else [("fused_eh_norm", 0), ("fused_eh_norm", 1)]
     enorm, hnorm = (_value(f"{layer}.{module}", "Replicate", index) for module, index in norms)
@@ -135,9 +145,9 @@ def _mtp(config: ModelConfig, layer: str, at: Placements) -> dict[str, Tap]:
         f"{layer}.hnorm.out": hnorm,
         f"{layer}.embed_tokens.in": (f"{layer}.embed_tokens", "in", 0, "Replicate", "set"),
         f"{layer}.embed_tokens.out": _value(f"{layer}.embed_tokens", "Replicate"),
-        f"{layer}.eh_proj.in": _value(f"{layer}.eh_proj", at.rows, side="in"),
-        f"{layer}.eh_proj.out": _value(f"{layer}.eh_proj", at.rows),
-        **_norm(f"{head}.norm", at),
+        f"{layer}.eh_proj.in": _value(f"{layer}.eh_proj", rows, side="in"),
+        f"{layer}.eh_proj.out": _value(f"{layer}.eh_proj", rows),
+        **_norm(f"{head}.norm", rows),
         f"{layer}.out": _value(layer, "Replicate"),
         f"{head}.head.out": _value(f"{head}.head", "Replicate"),
         **_sampler(f"{head}.sampler"),

@@ -63,14 +63,14 @@ def check(config, requests, steps, tp, aux_layers=(), **options):
                 close(rows, caches[name][request])
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("requests", [(1,), (2,), (3,), (17,), (1, 5, 2)])
 def test_schemes_and_sizes(scheme, tp, requests):
     check(tiny(), requests, 2, tp, scheme=scheme)
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("content", [0.0, 3.0, NAN])
 @pytest.mark.parametrize("pad_to", [5, 8])
@@ -78,13 +78,13 @@ def test_padding_never_reaches_a_real_row(scheme, skip, content, pad_to):
     check(tiny(), (3, 2), 2, 2, scheme=scheme, pad_to=pad_to, skip_padding=skip, content=content)
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("aux_layers", [(0,), (2, 5), (5, 0, 3)])
 def test_auxiliary_states(scheme, aux_layers):
     check(tiny(), (5,), 1, 2, aux_layers=aux_layers, scheme=scheme)
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("overrides", [{"num_nextn_predict_layers": 2}, {"mtp_zero_first_embedding": True}])
 def test_four_draft_steps(scheme, overrides):
     check(tiny(**overrides), (4, 1), 4, 2, scheme=scheme)
@@ -97,7 +97,7 @@ def test_other_routers(overrides):
     check(tiny(**overrides), (6,), 1, 2, scheme="full-sp")
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 def test_a_model_without_indexer(scheme):
     config = tiny(model_type="deepseek_v3", index_topk=None, index_n_heads=None, index_head_dim=None)
     assert not config.has_indexer
@@ -117,7 +117,7 @@ def two_chunks(ids):
     ]
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("split", [one_by_one, two_chunks])
 def test_chunked_prefill_is_prefill(scheme, split):
     config, requests = tiny(), (13, 13)
@@ -132,7 +132,7 @@ def test_chunked_prefill_is_prefill(scheme, split):
                 close(held, caches[name][request])
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 def test_one_row_per_request_after_draft_step_0(scheme):
     config = tiny()
 
@@ -144,7 +144,7 @@ def test_one_row_per_request_after_draft_step_0(scheme):
     assert on_ranks(2, main) == [([8, 2, 2], [5, 6])] * 2
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("skip", [True, False])
 def test_expert_work(scheme, skip):
     """3 real rows, padded to 5, and to 6 where shards need it: 4 experts a row."""
@@ -159,18 +159,18 @@ def test_expert_work(scheme, skip):
         assert counts.shape == (config.n_routed_experts // 2,)
         return int(counts.sum())
 
-    rows = 3 if skip else 6 if scheme == "full-sp" else 5
+    rows = 3 if skip else 5 if scheme == "tp" else 6
     assert sum(on_ranks(2, main)) == rows * config.num_experts_per_tok
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("aux_layers", [(), (0, 3, 5)])
 def test_every_tap_stands_somewhere(scheme, aux_layers):
     config = tiny()
 
     def main(world):
         engine, seen = build(world, config, scheme=scheme, aux_layers=aux_layers), Seen()
-        places = subject.taps(config, scheme=scheme, aux_layers=aux_layers)
+        places = subject.taps(config, scheme=scheme, aux_layers=aux_layers, expert_parallel=True)
         seen.watch(engine, {module for module, *_ in places.values()})
         engine.start([4])
         engine.step([(0, 0, token_ids(config, 4))])
@@ -183,7 +183,7 @@ def test_every_tap_stands_somewhere(scheme, aux_layers):
     on_ranks(2, main)
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 def test_bfloat16_runs_throughout(scheme):
     config = tiny()
 

@@ -28,7 +28,7 @@ def setup_of(world, config, **options):
 
 def one_request(engine, n=N):
     engine.start([n])
-    return engine.slots.batch([(0, 0, n)], engine.slots.empty())
+    return engine.slots.batch([(0, 0, n)], engine.slots.empty(), n, engine.inputs)
 
 
 def hidden_rows(config, n=N, seed=1):
@@ -100,7 +100,7 @@ def test_a_residual_at_the_entry_is_refused():
     on_ranks(TP, main)
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_fused_and_plain_eh_norm_agree(scheme, zero_first):
     config = tiny(mtp_zero_first_embedding=zero_first)

@@ -26,26 +26,36 @@ def weights(config, seed=0):
     return RandomWeights(config, seed)
 
 
-def groups(world):
-    return {name: world.group(name, range(world.size)) for name in ("tp", "ep")}
+def groups(world, dp=1):
+    """The communicators of one rank of dp x tp, DP-major."""
+    tp = world.size // dp
+    dp_rank, tp_rank = divmod(world.rank, tp)
+    own, peers = range(dp_rank * tp, (dp_rank + 1) * tp), range(tp_rank, world.size, tp)
+    members = {"tp": own, "ep": range(world.size)} | ({"dp": peers, "dp_cpu": peers} if dp > 1 else {})
+    return {name: world.group(name, ranks) for name, ranks in members.items()}
 
 
 def token_ids(config, n, seed=0):
     return torch.randint(config.vocab_size, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-def build(world, config, *, scheme, dtype=F64, aux_layers=(), pad_to=None, skip_padding=True, reader=None):
-    return subject.build(
-        config,
-        reader or weights(config),
-        groups(world),
-        dtype=dtype,
-        device=torch.device("cpu"),
-        scheme=scheme,
-        aux_layers=aux_layers,
-        pad_to=pad_to,
-        skip_padding=skip_padding,
-    )
+DEFAULTS = {
+    "dtype": F64,
+    "device": torch.device("cpu"),
+    "aux_layers": (),
+    "pad_to": None,
+    "graph_sizes": (),
+    "skip_padding": True,
+    "expert_parallel": True,
+    "all2all_backend": "allgather_reducescatter",
+    "lora_adapters": 0,
+}
+
+
+def build(world, config, *, scheme, dp=1, reader=None, **options):
+    """One rank's engine; ``options`` are those of ``optimized.subject.build``."""
+    source = reader or weights(config)
+    return subject.build(config, source, groups(world, dp), scheme=scheme, **(DEFAULTS | options))
 
 
 def on_ranks(size, main):

@@ -17,34 +17,41 @@ from optimized.parallel_config import ParallelConfig, resolve_scheme
 @pytest.mark.parametrize(
     ("requested", "settings", "scheme", "reason"),
     [
-        ("auto", {"tensor_parallel_size": 2}, "full-sp", "tp 2 > 1"),
-        ("full-sp", {"tensor_parallel_size": 4}, "full-sp", "allgather_reducescatter"),
-        ("tp", {"tensor_parallel_size": 2}, "tp", "requested"),
-        ("auto", {"tensor_parallel_size": 1}, "tp", "needs tp > 1"),
-        ("auto", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "tp", "pipeline"),
-        ("auto", {"tensor_parallel_size": 2, "lora": True}, "tp", "LoRA"),
-        ("auto", {"tensor_parallel_size": 2, "enable_expert_parallel": False}, "tp", "expert parallelism"),
-        ("auto", {"tensor_parallel_size": 2, "all2all_backend": "pplx"}, "tp", "pplx"),
+        ("auto", {}, "full-sp", "expert parallel on, tp 2 > 1, backend allgather_reducescatter"),
+        ("auto", {"data_parallel_size": 2}, "full-sp", "expert parallel on, tp 2 > 1, backend allgather_reducescatter"),
+        ("moe-sp", {"all2all_backend": "naive"}, "moe-sp", "expert parallel on, tp 2 > 1, backend naive"),
+        ("full-sp", {"all2all_backend": "all_to_all"}, "full-sp", "expert parallel on, tp 2 > 1, backend all_to_all"),
+        ("tp", {}, "tp", "tp was requested"),
+        ("auto", {"tensor_parallel_size": 1}, "tp", "tp is 1"),
+        ("auto", {"tensor_parallel_size": 1, "data_parallel_size": 2}, "tp", "tp is 1"),
+        ("auto", {"pipeline_parallel_size": 2}, "tp", "pipeline parallel size 2 > 1"),
+        ("auto", {"lora": True}, "tp", "LoRA adapters present"),
+        ("auto", {"enable_expert_parallel": False}, "tp", "expert parallel off"),
+        (
+            "auto",
+            {"all2all_backend": "pplx"},
+            "tp",
+            "backend pplx is not one of allgather_reducescatter, naive, all_to_all",
+        ),
     ],
 )
 def test_resolution_and_its_reason(requested, settings, scheme, reason):
-    active, why = resolve_scheme(requested, ParallelConfig(**settings))
-    assert active == scheme
-    assert reason in why
+    assert resolve_scheme(requested, ParallelConfig(**({"tensor_parallel_size": 2} | settings))) == (scheme, reason)
 
 
+@pytest.mark.parametrize("scheme", ["moe-sp", "full-sp"])
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "obstacle"),
     [
-        ({"tensor_parallel_size": 1}, "full-sp needs tp > 1"),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "excludes pipeline parallelism"),
-        ({"tensor_parallel_size": 2, "lora": True}, "excludes LoRA"),
-        ({"tensor_parallel_size": 2, "enable_expert_parallel": False}, "needs expert parallelism"),
+        ({"tensor_parallel_size": 1}, "tp is 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallel size 2 > 1"),
+        ({"lora": True}, "LoRA adapters present"),
+        ({"enable_expert_parallel": False}, "expert parallel off"),
     ],
 )
-def test_forcing_what_cannot_be_is_an_error_of_one_sentence(settings, message):
-    with pytest.raises(ValueError, match=message):
-        resolve_scheme("full-sp", ParallelConfig(**settings))
+def test_forcing_what_cannot_be_is_an_error_of_one_sentence(scheme, settings, obstacle):
+    with pytest.raises(ValueError, match=f"^{scheme} cannot be: {obstacle}$"):
+        resolve_scheme(scheme, ParallelConfig(**({"tensor_parallel_size": 2} | settings)))
 
 
 def test_an_unknown_scheme_is_refused():

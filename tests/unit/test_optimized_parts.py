@@ -10,6 +10,7 @@ from test_optimized_helpers import F64, build, close, on_ranks, tiny, token_ids,
 
 import optimized.chunks
 from optimized.batch import SlotTable
+from optimized.buffers import GraphPadding, InputBuffers
 from optimized.experts import Permute
 from optimized.indexer import ChooseKeys
 from optimized.linear import GreedySampler
@@ -120,8 +121,10 @@ def test_packed_rows():
     slots = SlotTable([4, 3], CPU)
     held = slots.empty()
     held[:2] = True  # request 0 has positions 0 and 1
-    batch = slots.batch([(1, 0, 2), (0, 2, 1)], held, 5)
-    assert batch.positions.tolist() == [0, 1, 2, 0, 0]
+    inputs = InputBuffers(CPU)
+    inputs.place(torch.arange(10, 15), 5)
+    batch = slots.batch([(1, 0, 2), (0, 2, 1)], held, 5, inputs)
+    assert batch.positions.tolist() == [0, 1, 2, 13, 14]
     assert batch.last_rows.tolist() == [1, 2]
     assert batch.is_padding.tolist() == [False] * 3 + [True] * 2
     attention = batch.attention
@@ -134,9 +137,9 @@ def test_packed_rows():
 def test_rows_that_do_not_fit_are_refused():
     slots = SlotTable([4, 3], CPU)
     with pytest.raises(ValueError, match="request 1 needs 4 positions"):
-        slots.batch([(1, 2, 2)], slots.empty())
+        slots.batch([(1, 2, 2)], slots.empty(), 2, InputBuffers(CPU))
     with pytest.raises(ValueError, match="3 rows cannot be padded to 2"):
-        slots.batch([(0, 0, 3)], slots.empty(), 2)
+        GraphPadding(2).of_target(3)
 
 
 def test_row_chunks_bound_memory_and_change_nothing(monkeypatch):
@@ -166,23 +169,32 @@ class WithoutCopies:
         return self.inner.tensor(name)
 
 
-@pytest.mark.parametrize("scheme", ["tp", "full-sp"])
+@pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])
 def test_mtp_falls_back_to_the_main_tables(scheme):
     check(tiny(), (3,), 2, 2, scheme=scheme, reader=WithoutCopies(weights(tiny())))
 
 
 @pytest.mark.parametrize(
-    ("tp", "overrides", "message"),
-    [(8, {}, "num_attention_heads 12 cannot be divided over 8 ranks"), (2, {"lora_rank": 4}, "excludes LoRA")],
+    ("size", "options", "message"),
+    [
+        (8, {}, "num_attention_heads 12 cannot be divided over 8 ranks"),
+        (2, {"lora_adapters": 1}, "LoRA adapters present"),
+        (2, {"scheme": "moe-sp", "expert_parallel": False}, "expert parallel off"),
+        (2, {"all2all_backend": "pplx"}, "backend pplx is not one of"),
+        (2, {"scheme": "tp", "all2all_backend": "pplx"}, "unknown all2all backend 'pplx'"),
+        (2, {"pad_to": 8, "graph_sizes": (1, 2)}, "not both"),
+        (9, {"scheme": "tp", "dp": 9}, "n_routed_experts 24 cannot be divided over 9 ranks"),
+        (9, {"scheme": "tp", "dp": 9, "expert_parallel": False}, "gate_proj.weight 48 cannot be divided over 9 ranks"),
+    ],
 )
-def test_what_cannot_be_built_is_refused(tp, overrides, message):
-    config = tiny(**overrides)
+def test_what_cannot_be_built_is_refused(size, options, message):
+    config = tiny()
 
     def main(world):
         with pytest.raises(ValueError, match=message):
-            build(world, config, scheme="full-sp", reader=weights(tiny()))
+            build(world, config, **({"scheme": "full-sp"} | options))
 
-    on_ranks(tp, main)
+    on_ranks(size, main)
 
 
 def test_start_forgets_everything():
