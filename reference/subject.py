@@ -10,6 +10,7 @@ from reference.checkpoint import TensorReader
 from reference.config import ModelConfig
 from reference.engine import Engine
 from reference.load import load_weights
+from reference.lora import load_adapters
 from reference.parallel import Communicator
 from reference.taps import Tap, all_taps
 
@@ -27,10 +28,11 @@ def build(
     aux_layers: tuple[int, ...] = (),
     pad_to: int | None = None,
     skip_padding: bool = False,
+    lora_adapters: int = 0,
 ) -> Engine:
     """The engine with its weights loaded.
 
-    There is one dataflow and there are no padding rows, so ``scheme``, ``pad_to`` and ``skip_padding`` change nothing.
+    The adapters ``0 .. lora_adapters - 1`` are read with the weights. There is one dataflow and there are no padding rows, so ``scheme``, ``pad_to`` and ``skip_padding`` change nothing.
 
     Raises:
         ValueError: the tensor-parallel size does not divide a size that is split, or an auxiliary layer does not exist.
@@ -41,8 +43,9 @@ def build(
     for layer in aux_layers:
         if not 0 <= layer <= config.num_hidden_layers:
             raise ValueError(f"auxiliary layer {layer} is not in 0 .. {config.num_hidden_layers}")
-    engine = Engine(config, tp, aux_layers)
+    engine = Engine(config, tp, aux_layers, lora_adapters)
     load_weights(engine, config, weights, dtype=dtype, device=device)
+    load_adapters(engine, engine.active_adapter, config, weights, dtype=dtype, device=device)
     return engine
 
 
