@@ -47,6 +47,18 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True)
+class AdapterRows:
+    """The LoRA adapter of each row: ``ids`` [n], -1 for none, padding included."""
+
+    ids: Tensor
+
+    @cached_property
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """(adapter, its rows [k]), of the adapters that have rows."""
+        return [(i, (self.ids == i).nonzero().squeeze(1)) for i in sorted({*self.ids.tolist()} - {-1})]
+
+
+@dataclass(frozen=True)
 class Batch:
     """One forward's rows: the requests one after the other, then graph padding (``is_padding``, None without any)."""
 
@@ -54,6 +66,7 @@ class Batch:
     last_rows: Tensor  # [requests]
     is_padding: Tensor | None  # [n] bool
     attention: AttentionMetadata
+    adapter_rows: AdapterRows
 
     @property
     def num_tokens(self) -> int:
@@ -66,10 +79,14 @@ class Batch:
 
 
 class SlotTable:
-    """The slots of all requests: request ``i`` owns ``lengths[i]`` of them, in a row."""
+    """The slots of all requests: request ``i`` owns ``lengths[i]`` of them, in a row.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    ``adapters[i]`` is its LoRA adapter, -1 for none; a request that is not named has none.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, adapters: Sequence[int] = ()) -> None:
         self.lengths = list(lengths)
+        self.adapters = dict(enumerate(adapters))
         self.bases = [0, *accumulate(lengths)]
         self.device = device
 
@@ -103,7 +120,9 @@ class SlotTable:
         held[slots] = True
         metadata = AttentionMetadata(placed, real, slots, base, self._visible(placed, positions, base, held))
         mask = torch.arange(n, device=self.device) >= real if n > real else None
-        return Batch(positions, self._ints([s.rows.stop - 1 for s in placed]), mask, metadata)
+        adapters = [self.adapters.get(s.request, -1) for s in placed for _ in range(s.start, s.end)] + [-1] * (n - real)
+        last_rows = self._ints([s.rows.stop - 1 for s in placed])
+        return Batch(positions, last_rows, mask, metadata, AdapterRows(self._ints(adapters)))
 
     def _place(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Span, ...]:
         bounds = pairwise([0, *accumulate(count for _, _, count in spans)])

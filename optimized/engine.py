@@ -16,6 +16,7 @@ from optimized.dataflows import DATAFLOWS
 from optimized.decoder import DecoderParts, MtpParts
 from optimized.forward_context import DPMetadata, ForwardContext, set_forward_context
 from optimized.linear import GreedySampler, ParallelLMHead
+from optimized.lora import add_adapters, request_adapters
 from optimized.setup import Setup
 
 Chunk = tuple[int, int, Tensor]
@@ -51,13 +52,19 @@ class Engine(nn.Module):
         self.has_moe = any(setup.config.is_moe_layer(i) for i in range(setup.config.mtp_layers.stop))
         self.use_sequence_parallel = dataflow.use_sequence_parallel
         self.model = dataflow.build(setup)
+        add_adapters(self.model, setup)
         self.lm_head = ParallelLMHead(setup.loader.at("lm_head"), setup.config.vocab_size, setup.tp)
         self.sampler = GreedySampler()
         self.start(())
 
-    def start(self, lengths: Sequence[int]) -> None:
-        """Forgets all requests; request ``i`` will hold at most ``lengths[i]`` positions."""
-        self.slots = SlotTable(lengths, self.setup.loader.device)
+    def start(self, lengths: Sequence[int], adapters: Sequence[int | None] | None = None) -> None:
+        """Forgets all requests; request ``i`` will hold at most ``lengths[i]`` positions, with adapter ``adapters[i]``.
+
+        Raises:
+            ValueError: an adapter that was not loaded, or not one entry per request; None and -1 stand for none.
+        """
+        chosen = request_adapters(adapters, len(lengths), self.setup.lora_adapters)
+        self.slots = SlotTable(lengths, self.setup.loader.device, chosen)
         self.setup.rotary.reserve(max(lengths, default=0))
         for attention in self._attentions():
             attention.allocate(self.slots.total)
@@ -116,7 +123,7 @@ class Engine(nn.Module):
             has_moe=self.has_moe,
             use_sequence_parallel=self.use_sequence_parallel,
         )
-        return set_forward_context(batch.num_tokens, batch.is_padding, metadata)
+        return set_forward_context(batch.num_tokens, batch.is_padding, metadata, batch.adapter_rows)
 
     def state(self) -> dict[str, dict[int, Tensor]]:
         """Cache name -> request -> [positions held, width]."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimized.batch import AdapterRows
 from optimized.parallel_config import ParallelConfig
 
 
@@ -47,10 +48,14 @@ class DPMetadata:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """One forward's settings. ``is_padding`` [rows] is True on rows that are no token; None: there are none."""
+    """One forward's settings. ``is_padding`` [rows] is True on rows that are no token; None: there are none.
+
+    ``adapter_rows`` are of the full batch; None: no row has an adapter.
+    """
 
     is_padding: Tensor | None = None
     dp_metadata: DPMetadata | None = None
+    adapter_rows: AdapterRows | None = None
 
 
 _context: ContextVar[ForwardContext] = ContextVar("optimized_forward_context")
@@ -63,18 +68,23 @@ def get_forward_context() -> ForwardContext:
 
 @contextmanager
 def set_forward_context(
-    num_tokens: int, is_padding: Tensor | None = None, dp_metadata: DPMetadata | None = None
+    num_tokens: int,
+    is_padding: Tensor | None = None,
+    dp_metadata: DPMetadata | None = None,
+    adapter_rows: AdapterRows | None = None,
 ) -> Iterator[ForwardContext]:
     """Makes a context active for the block and puts back the one before.
 
     Raises:
-        ValueError: the metadata or the mask is not for ``num_tokens`` rows.
+        ValueError: the metadata, the mask or the adapters are not for ``num_tokens`` rows.
     """
     if dp_metadata is not None:
         dp_metadata.check(num_tokens)
     if is_padding is not None and is_padding.shape != (num_tokens,):
         raise ValueError(f"the padding mask has shape {tuple(is_padding.shape)} for {num_tokens} rows")
-    with _active(ForwardContext(is_padding, dp_metadata)) as context:
+    if adapter_rows is not None and adapter_rows.ids.shape != (num_tokens,):
+        raise ValueError(f"adapters are given for {adapter_rows.ids.shape[0]} of {num_tokens} rows")
+    with _active(ForwardContext(is_padding, dp_metadata, adapter_rows)) as context:
         yield context
 
 

@@ -24,6 +24,7 @@ class Setup:
     rotary: RotaryTable
     aux_layers: tuple[int, ...] = ()
     skip_padding: bool = True
+    lora_adapters: int = 0
 
     @property
     def sp(self) -> SequenceParallel:

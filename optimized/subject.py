@@ -35,8 +35,9 @@ def build(
     aux_layers: tuple[int, ...],
     pad_to: int | None,
     skip_padding: bool,
+    lora_adapters: int = 0,
 ) -> Engine:
-    """One rank's engine with its weights loaded.
+    """One rank's engine with its weights loaded, and those of as many LoRA adapters.
 
     Raises:
         ValueError: the scheme cannot be, or a size cannot be divided over the ranks.
@@ -45,9 +46,9 @@ def build(
     parallel = ParallelConfig(
         tensor_parallel_size=tp.size,
         pipeline_parallel_size=config.pipeline_parallel_size,
-        lora=config.lora_rank > 0,
+        lora=config.lora_rank > 0 or lora_adapters > 0,
     )
     active, _ = resolve_scheme(scheme, parallel)
     loader, rotary = Loader(weights, dtype, device), RotaryTable(config, dtype, device)
-    setup = Setup(config, parallel, loader, tp, ep, rotary, aux_layers, skip_padding)
+    setup = Setup(config, parallel, loader, tp, ep, rotary, aux_layers, skip_padding, lora_adapters)
     return Engine(setup, active, pad_to)

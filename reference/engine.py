@@ -61,7 +61,8 @@ class Engine(nn.Module):
         Raises:
             ValueError: there is no such adapter, or not one entry per request.
         """
-        chosen = [self.active_adapter.checked(number) for number in adapters or [None] * len(lengths)]
+        wanted = [None] * len(lengths) if adapters is None else adapters
+        chosen = [self.active_adapter.checked(number) for number in wanted]
         self.requests = [
             Request([LayerCache() for _ in self.model.layers], adapter)
             for _, adapter in zip(lengths, chosen, strict=True)

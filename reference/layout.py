@@ -45,12 +45,12 @@ def adapted_modules(config: ModelConfig) -> list[str]:
 
 def adapter_shapes(config: ModelConfig, rank: int) -> dict[str, Shape]:
     """Every tensor of one LoRA adapter of rank ``rank``, by its name below ``adapters.<number>.``."""
-    base, shapes = tensor_shapes(config), {"lora_alpha": (1,)}
+    base = tensor_shapes(config)
+    shapes: dict[str, Shape] = {"lora_alpha": (1,)}
     for module in adapted_modules(config):
         outputs, inputs = base[f"{module}.weight"]
-        shapes |= _prefixed(
-            f"base_model.model.{module}", {"lora_A.weight": (rank, inputs), "lora_B.weight": (outputs, rank)}
-        )
+        shapes[f"base_model.model.{module}.lora_A.weight"] = (rank, inputs)
+        shapes[f"base_model.model.{module}.lora_B.weight"] = (outputs, rank)
     return shapes
 
 

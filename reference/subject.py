@@ -32,7 +32,8 @@ def build(
 ) -> Engine:
     """The engine with its weights loaded.
 
-    The adapters ``0 .. lora_adapters - 1`` are read with the weights. There is one dataflow and there are no padding rows, so ``scheme``, ``pad_to`` and ``skip_padding`` change nothing.
+    There is one dataflow and there are no padding rows, so ``scheme``, ``pad_to`` and ``skip_padding`` change nothing.
+    With ``lora_adapters`` the reader has the tensors of as many adapters, too.
 
     Raises:
         ValueError: the tensor-parallel size does not divide a size that is split, or an auxiliary layer does not exist.
