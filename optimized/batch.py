@@ -50,6 +50,18 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True)
+class AdapterRows:
+    """The LoRA adapter of each row: ``ids`` [n], -1 for none, padding included."""
+
+    ids: Tensor
+
+    @cached_property
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """(adapter, its rows [k]), of the adapters that have rows."""
+        return [(i, (self.ids == i).nonzero().squeeze(1)) for i in sorted({*self.ids.tolist()} - {-1})]
+
+
+@dataclass(frozen=True)
 class Batch:
     """One forward's rows: the requests one after the other, then graph padding.
 
@@ -60,6 +72,7 @@ class Batch:
     is_padding: Tensor  # [n] bool
     last_rows: Tensor  # [requests]
     attention: AttentionMetadata
+    adapter_rows: AdapterRows
 
     @property
     def num_tokens(self) -> int:
@@ -72,10 +85,14 @@ class Batch:
 
 
 class SlotTable:
-    """The slots of all requests: request ``i`` owns ``lengths[i]`` of them, in a row."""
+    """The slots of all requests: request ``i`` owns ``lengths[i]`` of them, in a row.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    ``adapters[i]`` is its LoRA adapter, -1 for none; a request that is not named has none.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, adapters: Sequence[int] = ()) -> None:
         self.lengths = list(lengths)
+        self.adapters = dict(enumerate(adapters))
         self.bases = [0, *accumulate(lengths)]
         self.device = device
 
@@ -108,8 +125,10 @@ class SlotTable:
         visible = self._visible(placed, positions, base, held)
         padded = F.pad(visible, (0, 0, 0, n - positions.shape[0]))
         metadata = AttentionMetadata(placed, positions.shape[0], slots, base, padded)
+        adapters = [self.adapters.get(s.request, -1) for s in placed for _ in range(s.start, s.end)]
         last_rows = self._ints([s.rows.stop - 1 for s in placed])
-        return Batch(*buffers.place(positions, n), last_rows, metadata)
+        rows = AdapterRows(self._ints(adapters + [-1] * (n - len(adapters))))
+        return Batch(*buffers.place(positions, n), last_rows, metadata, rows)
 
     def _place(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Span, ...]:
         bounds = pairwise([0, *accumulate(count for _, _, count in spans)])

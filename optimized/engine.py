@@ -22,6 +22,7 @@ from optimized.forward_context import (
     override_forward_context,
 )
 from optimized.linear import GreedySampler, ParallelLMHead
+from optimized.lora import add_adapters, request_adapters
 from optimized.setup import Setup
 
 Chunk = tuple[int, int, Tensor]
@@ -63,15 +64,21 @@ class Engine(nn.Module):
         self.has_moe = any(setup.config.is_moe_layer(i) for i in range(setup.config.mtp_layers.stop))
         self.use_sequence_parallel = dataflow.use_sequence_parallel
         self.model = dataflow.build(setup)
+        add_adapters(self.model, setup)
         self.lm_head = ParallelLMHead(setup.loader.at("lm_head"), setup.config.vocab_size, setup.tp)
         self.sampler = GreedySampler()
         self.no_ids = self.inputs.ids[:0]
         self.no_hidden = self.lm_head.weight.new_empty(0, setup.config.hidden_size)
         self.start(())
 
-    def start(self, lengths: Sequence[int], adapters: Sequence[int] | None = None) -> None:
-        """Forgets all requests; request ``i`` will hold at most ``lengths[i]`` positions."""
-        self.slots = SlotTable(lengths, self.setup.loader.device)
+    def start(self, lengths: Sequence[int], adapters: Sequence[int | None] | None = None) -> None:
+        """Forgets all requests; request ``i`` will hold at most ``lengths[i]`` positions, with adapter ``adapters[i]``.
+
+        Raises:
+            ValueError: an adapter that was not loaded, or not one entry per request; None and -1 stand for none.
+        """
+        chosen = request_adapters(adapters, len(lengths), self.setup.lora_adapters)
+        self.slots = SlotTable(lengths, self.setup.loader.device, chosen)
         self.setup.rotary.reserve(max([1, *lengths]))  # a row of padding has a position, too
         for attention in self._attentions():
             attention.allocate(self.slots.total)
@@ -143,7 +150,7 @@ class Engine(nn.Module):
             has_moe=self.has_moe,
             use_sequence_parallel=self.use_sequence_parallel,
         )
-        return batch, create_forward_context(n, batch.is_padding, metadata)
+        return batch, create_forward_context(n, batch.is_padding, metadata, batch.adapter_rows)
 
     def _agree(self, rows: int, *, graph_padded: bool) -> tuple[int, Tensor | None]:
         """Rows to run, and those of all DP ranks [dp]; None where no rows are dispatched between them."""

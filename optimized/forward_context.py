@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimized.batch import AdapterRows
 from optimized.communicator import Communicator
 from optimized.parallel_config import ParallelConfig
 
@@ -89,10 +90,12 @@ class ForwardContext:
     """One forward's settings. ``is_padding`` [rows] is True on rows that are no token; None: there are none.
 
     In a region that runs on shards ``is_padding`` is the shard's, see :func:`narrowed_padding_mask`.
+    ``adapter_rows`` are of the full batch; None: no row has an adapter.
     """
 
     is_padding: Tensor | None = None
     dp_metadata: DPMetadata | None = None
+    adapter_rows: AdapterRows | None = None
 
 
 _context: ContextVar[ForwardContext] = ContextVar("optimized_forward_context")
@@ -104,18 +107,23 @@ def get_forward_context() -> ForwardContext:
 
 
 def create_forward_context(
-    num_tokens: int, is_padding: Tensor | None = None, dp_metadata: DPMetadata | None = None
+    num_tokens: int,
+    is_padding: Tensor | None = None,
+    dp_metadata: DPMetadata | None = None,
+    adapter_rows: AdapterRows | None = None,
 ) -> ForwardContext:
     """The context of one forward of ``num_tokens`` rows, or of several with the same rows.
 
     Raises:
-        ValueError: the metadata or the mask is not for ``num_tokens`` rows.
+        ValueError: the metadata, the mask or the adapters are not for ``num_tokens`` rows.
     """
     if dp_metadata is not None:
         dp_metadata.check(num_tokens)
     if is_padding is not None and is_padding.shape != (num_tokens,):
         raise ValueError(f"the padding mask has shape {tuple(is_padding.shape)} for {num_tokens} rows")
-    return ForwardContext(is_padding, dp_metadata)
+    if adapter_rows is not None and adapter_rows.ids.shape != (num_tokens,):
+        raise ValueError(f"adapters are given for {adapter_rows.ids.shape[0]} of {num_tokens} rows")
+    return ForwardContext(is_padding, dp_metadata, adapter_rows)
 
 
 @contextmanager

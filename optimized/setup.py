@@ -30,6 +30,7 @@ class Setup:
     dp_cpu: Communicator | None = None
     aux_layers: tuple[int, ...] = ()
     skip_padding: bool = True
+    lora_adapters: int = 0
 
     @property
     def sp(self) -> SequenceParallel:

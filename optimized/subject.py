@@ -42,7 +42,7 @@ def build(
     all2all_backend: str,
     lora_adapters: int,
 ) -> Engine:
-    """One rank's engine with its weights loaded.
+    """One rank's engine with its weights loaded, and those of as many LoRA adapters.
 
     ``groups``: ``tp``, ``ep`` (the world), and with data parallelism ``dp`` and ``dp_cpu`` (docs/subjects.md).
 
@@ -62,5 +62,6 @@ def build(
     if all2all_backend not in ALL2ALL_MANAGERS:
         raise ValueError(f"unknown all2all backend {all2all_backend!r} ({', '.join(ALL2ALL_MANAGERS)})")
     loader, rotary = Loader(weights, dtype, device), RotaryTable(config, dtype, device)
-    setup = Setup(config, parallel, loader, tp, ep, rotary, dp, groups.get("dp_cpu"), aux_layers, skip_padding)
+    dp_cpu = groups.get("dp_cpu")
+    setup = Setup(config, parallel, loader, tp, ep, rotary, dp, dp_cpu, aux_layers, skip_padding, lora_adapters)
     return Engine(setup, active, GraphPadding(pad_to, graph_sizes))

@@ -126,6 +126,7 @@ def _moe(config: ModelConfig, mlp: str, at: Placements) -> dict[str, Tap]:
         **(_choice(f"{gate}.choose_groups", at.rows) if config.topk_group < config.n_group else {}),
         **_choice(f"{gate}.choose", at.rows),
         f"{gate}.weigh.out": (f"{gate}.weigh", "out", 0, at.rows, f"by:{gate}.choose.out"),
+        f"{mlp}.experts.ids": (f"{mlp}.experts", "in", 1, at.rows, "order"),
         f"{mlp}.experts.order": (f"{mlp}.experts.permute", "in", 0, "Shard(0)", "order"),
         f"{mlp}.experts.act_fn.out": (f"{mlp}.experts.act_fn", "out", 0, at.experts, f"routed:{gate}.choose.out"),
         f"{mlp}.experts.out": _value(f"{mlp}.experts", at.block),

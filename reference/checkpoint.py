@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from reference.config import ModelConfig
-from reference.layout import Shape, optional_copies, tensor_shapes
+from reference.layout import Shape, adapter_shapes, optional_copies, tensor_shapes
 from reference.mistakes import quoted, shown
 
 SINGLE = "model.safetensors"
@@ -212,6 +212,16 @@ class RandomWeights:
         return self._made[name]
 
 
+class RandomAdapters(RandomWeights):
+    """LoRA adapters ``adapters.0``, ``adapters.1``, ... for any config by seed; lora_alpha is twice the rank."""
+
+    def __init__(self, config: ModelConfig, seed: int, *, rank: int, adapters: int) -> None:
+        super().__init__(config, seed)
+        shapes = adapter_shapes(config, rank)
+        self._shapes = {f"adapters.{i}.{name}": shape for i in range(adapters) for name, shape in shapes.items()}
+        self._made = {f"adapters.{i}.lora_alpha": torch.tensor([2.0 * rank]) for i in range(adapters)}
+
+
 def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
@@ -227,6 +237,8 @@ def _spread(name: str, r: Tensor) -> Tensor:
         return 1 + 0.2 * r
     if name.endswith("embed_tokens.weight"):
         return r
+    if name.endswith("lora_B.weight"):
+        return r * (0.5 / math.sqrt(r.shape[-1]))  # with lora_alpha / r = 2 an adapter gives as much as its matrix
     return r * (1.3 / math.sqrt(r.shape[-1]))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from reference.cache import LayerCache
 from reference.config import ModelConfig
 from reference.layers import GreedySampler
+from reference.lora import ActiveAdapter
 from reference.model import Decoder, MtpLayer
 from reference.parallel import Communicator, VocabularyParallelHead
 
@@ -29,9 +30,10 @@ class DraftInput:
 
 @dataclass
 class Request:
-    """What is kept of one request between two calls: a cache per layer, and what drafting goes on from."""
+    """What is kept of one request between two calls: a cache per layer, its adapter, and what drafting goes on from."""
 
     caches: list[LayerCache]
+    adapter: int | None = None
     next_draft: DraftInput | None = None
 
 
@@ -40,17 +42,31 @@ class Engine(nn.Module):
 
     scheme = "reference"
 
-    def __init__(self, config: ModelConfig, tp: Communicator, aux_layers: Sequence[int]) -> None:
+    def __init__(
+        self, config: ModelConfig, tp: Communicator, aux_layers: Sequence[int], lora_adapters: int = 0
+    ) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, tp, aux_layers)
         self.lm_head = VocabularyParallelHead(config.vocab_size, config.hidden_size, tp)
         self.sampler = GreedySampler()
+        self.active_adapter = ActiveAdapter(lora_adapters)
         self.requests: list[Request] = []
 
-    def start(self, lengths: Sequence[int]) -> None:
-        """Forgets all requests and makes room for ``len(lengths)`` new ones; caches grow, so no length is reserved."""
-        self.requests = [Request([LayerCache() for _ in self.model.layers]) for _ in lengths]
+    def start(self, lengths: Sequence[int], adapters: Sequence[int | None] | None = None) -> None:
+        """Forgets all requests and makes room for ``len(lengths)`` new ones; caches grow, so no length is reserved.
+
+        ``adapters[i]`` is the LoRA adapter of request i, None or -1 for none.
+
+        Raises:
+            ValueError: there is no such adapter, or not one entry per request.
+        """
+        wanted = [None] * len(lengths) if adapters is None else adapters
+        chosen = [self.active_adapter.checked(number) for number in wanted]
+        self.requests = [
+            Request([LayerCache() for _ in self.model.layers], adapter)
+            for _, adapter in zip(lengths, chosen, strict=True)
+        ]
 
     def step(self, chunks: Sequence[Chunk]) -> None:
         """One target forward per chunk of new tokens. A chunk behind the first one of its request uses the caches."""
@@ -80,6 +96,7 @@ class Engine(nn.Module):
 
     def _target(self, request: Request, start: int, ids_T: Tensor) -> None:
         positions_T = torch.arange(start, start + len(ids_T), device=ids_T.device)
+        self.active_adapter.number = request.adapter
         h_TD = self.model(ids_T, positions_T, request.caches)[0]
         token_1 = self.sampler(self.lm_head(h_TD)[-1:])
         request.next_draft = DraftInput(h_TD, torch.cat((ids_T[1:], token_1)), positions_T)

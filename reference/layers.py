@@ -22,15 +22,17 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ."""
+    """y = x Wᵀ, to which an adapter may add (:mod:`reference.lora`)."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = empty_parameter(out_features, in_features)
+        self.adapters: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., in] -> [.., out]."""
-        return F.linear(x, self.weight)
+        y = F.linear(x, self.weight)
+        return y if self.adapters is None else self.adapters(x, y)
 
 
 class RMSNorm(nn.Module):

@@ -8,6 +8,9 @@ from reference.config import ModelConfig
 
 Shape = tuple[int, ...]
 
+_ADAPTED_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+_ADAPTED_MLP = ("gate_proj", "up_proj", "down_proj")
+
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Every tensor of the checkpoint by its published name, the optional copies of the MTP layers included."""
@@ -28,6 +31,27 @@ def optional_copies(config: ModelConfig) -> dict[str, str]:
         copies[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
         copies[f"model.layers.{layer}.shared_head.head.weight"] = "lm_head.weight"
     return copies
+
+
+def adapted_modules(config: ModelConfig) -> list[str]:
+    """The projections that a LoRA adapter adds to: of the main layers, but neither kv_b_proj nor routed experts."""
+    modules = []
+    for layer in range(config.num_hidden_layers):
+        mlp = "mlp.shared_experts" if config.is_moe_layer(layer) else "mlp"
+        modules += [f"model.layers.{layer}.self_attn.{name}" for name in _ADAPTED_ATTENTION]
+        modules += [f"model.layers.{layer}.{mlp}.{name}" for name in _ADAPTED_MLP]
+    return modules
+
+
+def adapter_shapes(config: ModelConfig, rank: int) -> dict[str, Shape]:
+    """Every tensor of one LoRA adapter of rank ``rank``, by its name below ``adapters.<number>.``."""
+    base = tensor_shapes(config)
+    shapes: dict[str, Shape] = {"lora_alpha": (1,)}
+    for module in adapted_modules(config):
+        outputs, inputs = base[f"{module}.weight"]
+        shapes[f"base_model.model.{module}.lora_A.weight"] = (rank, inputs)
+        shapes[f"base_model.model.{module}.lora_B.weight"] = (outputs, rank)
+    return shapes
 
 
 def _prefixed(prefix: str, shapes: dict[str, Shape]) -> dict[str, Shape]:

@@ -7,11 +7,17 @@ products it covers the plain and the absorbed form alike. Source of the formulas
 ``norms`` holds the largest row norm of each snapped activation (``<module>.out``, over the last axis: a head's where it
 has heads), the largest absolute value of each residual stream (``<norm>.in``) and the largest row norm of each weight
 (``<module>``; all experts of a layer under one name).
+
+A LoRA adapter makes W + s B A of a weight W, and |x| (|W_i| + s |B_i| |A|) bounds row i of it, |A| being the Frobenius
+norm: whatever parts are summed first, each element of A x is at most its row of A times |x|, and Cauchy-Schwarz over
+the elements does the rest. ``norms`` has for every adapter of a ``<module>`` the largest row norms
+``adapters.<i>.base_model.model.<module>.lora_A`` and ``.lora_B``, and ``.lora_A.whole`` and ``.scale``, |A| and s.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +58,7 @@ def _merged(name: str, values: list[float]) -> float:
 
 
 def _largest(values: list[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values)  # max would lose it
+    return math.nan if any(map(math.isnan, values)) else max(values)  # max alone may lose a NaN
 
 
 def products(config: ModelConfig, grid: Grid, norms: Norms, longest: int) -> list[Product]:
@@ -67,6 +73,27 @@ class _Bounds(dict[str, float]):
         return math.inf
 
 
+class _Adapter:
+    """What one LoRA adapter adds to one weight: s B A."""
+
+    def __init__(self, norms: Norms, lora_a: str) -> None:
+        self.lora_a = lora_a
+        scale = norms[f"{lora_a}.scale"]
+        lora_b = lora_a.removesuffix("A") + "B"
+        self.gain = scale * norms[lora_b] * norms[f"{lora_a}.whole"]
+        # s is a whole number of 2^-finer; a third, say, fills a float64 alone.
+        self.finer = scale.as_integer_ratio()[1].bit_length() - 1 if math.isfinite(scale) else 0
+
+
+def _adapters(norms: Norms) -> dict[str, list[_Adapter]]:
+    """Adapted module -> its adapters."""
+    found: dict[str, list[_Adapter]] = {}
+    for name in norms:
+        if match := re.fullmatch(r"adapters\.\d+\.base_model\.model\.(.+)\.lora_A", name):
+            found.setdefault(match[1], []).append(_Adapter(norms, name))
+    return found
+
+
 class _Products:
     """The table of products. Units are powers of two: 2^-(sum of the operands' bits)."""
 
@@ -75,8 +102,9 @@ class _Products:
         self.grid = grid
         self.norms = norms
         self.longest = longest
+        self.adapters = _adapters(norms)
         self.linear_unit = grid.activation + grid.weight
-        self.routed_unit = self.linear_unit
+        self.residual_unit = self.linear_unit
         self.pending = 0.0  # bound of the last block's output, still to be added to the residual
 
     def all(self) -> Iterator[Product]:
@@ -109,9 +137,9 @@ class _Products:
     def attention(self, name: str, x: float) -> Iterator[Product]:
         grid, norms = self.grid, self.norms
         q_latent, latent = norms[f"{name}.q_a_layernorm.out"], norms[f"{name}.kv_a_layernorm.out"]
-        yield self.linear(f"{name}.q_a_proj", x)
-        yield self.linear(f"{name}.kv_a_proj_with_mqa", x)
-        yield self.linear(f"{name}.q_b_proj", q_latent)
+        yield from self.projection(f"{name}.q_a_proj", x)
+        yield from self.projection(f"{name}.kv_a_proj_with_mqa", x)
+        yield from self.projection(f"{name}.q_b_proj", q_latent)
         yield self.linear(f"{name}.kv_b_proj", latent)
         if self.config.has_indexer:
             yield from self.indexer(f"{name}.indexer", x, q_latent)
@@ -122,8 +150,7 @@ class _Products:
         probability = 1 + self.longest * 2.0 ** -(grid.probability + 1)  # each one was rounded by half a unit at most
         value = probability * latent * norms[f"{name}.kv_b_proj.value"]
         yield self.product(f"{name} p.v", value, grid.probability + self.linear_unit)
-        yield self.linear(f"{name}.o_proj", norms[f"{name}.o_proj.in"])
-        self.pending = norms[f"{name}.o_proj.in"] * norms[f"{name}.o_proj"]
+        yield from self.block_output(f"{name}.o_proj", norms[f"{name}.o_proj.in"])
 
     def indexer(self, name: str, x: float, q_latent: float) -> Iterator[Product]:
         yield self.linear(f"{name}.wq_b", q_latent)
@@ -134,11 +161,9 @@ class _Products:
         yield self.product(f"{name} scores", heads * dots, self.grid.head_weight + 2 * self.grid.index)
 
     def dense(self, name: str, x: float) -> Iterator[Product]:
-        yield self.linear(f"{name}.gate_proj", x)
-        yield self.linear(f"{name}.up_proj", x)
-        inner = self.norms[f"{name}.act_fn.out"]
-        yield self.linear(f"{name}.down_proj", inner)
-        self.pending = inner * self.norms[f"{name}.down_proj"]
+        yield from self.projection(f"{name}.gate_proj", x)
+        yield from self.projection(f"{name}.up_proj", x)
+        yield from self.block_output(f"{name}.down_proj", self.norms[f"{name}.act_fn.out"])
 
     def moe(self, name: str, x: float) -> Iterator[Product]:
         yield self.linear(f"{name}.gate", x)
@@ -149,12 +174,33 @@ class _Products:
         yield from self.dense(f"{name}.shared_experts", x)
         weights = math.sqrt(self.config.num_experts_per_tok) * self.norms[f"{name}.gate.weigh.out"]
         self.pending += weights * expert
-        self.routed_unit = self.linear_unit + self.grid.routing
-        yield self.product(f"{name} combine", self.pending, self.routed_unit)
+        self.residual_unit = max(self.residual_unit, self.linear_unit + self.grid.routing)
+        yield self.product(f"{name} combine", self.pending, self.residual_unit)
 
     def residual(self, norm: str) -> Product:
         """The stream that ``norm`` sees. Its unit is that of the finest block so far."""
-        return self.product(f"{norm}.in residual", self.norms[f"{norm}.in"] + self.pending, self.routed_unit)
+        return self.product(f"{norm}.in residual", self.norms[f"{norm}.in"] + self.pending, self.residual_unit)
+
+    def block_output(self, weight: str, x: float) -> Iterator[Product]:
+        """The last projection of a block: what it gives is added to the residual stream."""
+        yield from self.projection(weight, x)
+        self.pending = x * self.gain(weight)
+        self.residual_unit = max(self.residual_unit, self.unit(weight))
+
+    def projection(self, weight: str, x: float) -> Iterator[Product]:
+        """A x of every adapter, then the weight's product and what an adapter adds to it."""
+        for adapter in self.adapters.get(weight, ()):
+            yield self.linear(adapter.lora_a, x)
+        yield self.product(weight, x * self.gain(weight), self.unit(weight))
+
+    def gain(self, weight: str) -> float:
+        """Largest row norm of the weight, with the adapter that adds most: a row has one at most."""
+        return self.norms[weight] + _largest([0.0, *(a.gain for a in self.adapters.get(weight, ()))])
+
+    def unit(self, weight: str) -> int:
+        """Bits behind the binary point of the weight's product: B A x is a product of three."""
+        finer = [self.grid.weight + a.finer for a in self.adapters.get(weight, ())]
+        return self.linear_unit + max(finer, default=0)
 
     def linear(self, weight: str, x: float) -> Product:
         return self.product(weight, x * self.norms[weight], self.linear_unit)

@@ -35,7 +35,7 @@ class ChoiceCounts:
 class ProbeResult:
     """One probe in one forward, over all ranks that own rows of it.
 
-    ``worst`` and ``first`` say where: DP rank, request, position, rank, and for ``worst`` the rank's own row and channel.
+    ``worst`` and ``first`` say where: DP rank, request, position, rank, and ``worst`` the own row and channel.
     ``ranks_over`` are the ranks with a row over the bound. ``histogram`` counts the unequal rows by the binary exponent
     of their error: x holds those from 2**(x - 1) to below 2**x, 1024 the infinite ones too.
     """

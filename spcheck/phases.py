@@ -83,7 +83,7 @@ class Step:
 class GraphPadding:
     """How a step is padded: to ``pad_to`` rows, or to the smallest of ``sizes`` that holds it (none: not at all).
 
-    ``agreed``: the data-parallel ranks agree, and if one of them is padded all are padded to the largest.
+    ``agreed``: the data-parallel ranks agree, and if a captured graph sets the rows of one all run the most.
     """
 
     pad_to: int | None
@@ -93,13 +93,15 @@ class GraphPadding:
     def padded(self, rows: Sequence[int], *, later_draft: bool = False) -> list[int]:
         """Rows that each data-parallel rank runs, of the rows that each has (0: idle, a dummy)."""
         own = [n or DUMMY_ROWS for n in rows]
-        wanted = [self._captured(n, later_draft) for n in own]
-        return [max(wanted)] * len(wanted) if self.agreed and wanted != own else wanted
+        graphs = [self._captured(n, later_draft) for n in own]
+        wanted = [graph or n for graph, n in zip(graphs, own, strict=True)]
+        return [max(wanted)] * len(wanted) if self.agreed and any(graphs) else wanted
 
-    def _captured(self, rows: int, later_draft: bool) -> int:
+    def _captured(self, rows: int, later_draft: bool) -> int | None:
+        """The rows of the graph that runs so many, None where none does."""
         if self.pad_to is not None:
-            return rows if later_draft else self.pad_to
-        return min((size for size in self.sizes if size >= rows), default=rows)
+            return None if later_draft else self.pad_to
+        return min((size for size in self.sizes if size >= rows), default=None)
 
 
 def phases_of(steps: Sequence[Step], mtp_steps: int, padding: GraphPadding) -> list[tuple[Phase, ...]]:

@@ -14,6 +14,7 @@ from reference.config import ModelConfig
 from spcheck.exact import Grid
 from spcheck.guard import merge_norms
 from spcheck.plan import Plan
+from spcheck.worker.adapters import WithAdapters
 from spcheck.worker.snap import snap
 
 MOST_LOST = 0.25
@@ -26,7 +27,12 @@ def open_weights(plan: Plan) -> TensorReader:
     Raises:
         reference.checkpoint.CheckpointError: the folder's files cannot be read.
     """
-    stored = Checkpoint(plan.folder) if plan.folder is not None else _random_weights(plan.config, plan.case.seed)
+    case = plan.case
+    stored: TensorReader = (
+        Checkpoint(plan.folder) if plan.folder is not None else _random_weights(plan.config, case.seed)
+    )
+    if case.lora_adapters:
+        stored = WithAdapters(stored, plan.config, case.lora_rank, case.lora_adapters, case.seed)
     return stored if plan.grid is None else Snapped(stored, plan.grid)
 
 
@@ -71,7 +77,8 @@ def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
     """Largest row norm of the matrices that fall to a rank, for the guard (:mod:`spcheck.guard`).
 
     Experts of a layer have one name. ``kv_b_proj`` has two more entries: ``.key``, the largest Frobenius norm of a
-    head's key part, and ``.value``, the largest row norm of the value parts.
+    head's key part, and ``.value``, the largest row norm of the value parts. An adapter's ``lora_A``
+    has ``.whole``, its Frobenius norm, and ``.scale``, lora_alpha / r.
     """
     norms: dict[str, float] = {}
     reader, config = open_weights(plan), plan.config
@@ -87,6 +94,10 @@ def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
                 keys, values = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
                 norms[f"{module}.key"] = _largest_norm(keys.flatten(1))
                 norms[f"{module}.value"] = _largest_norm(values)
+            if module.endswith(".lora_A"):
+                alpha = float(reader.tensor(re.sub(r"\.base_model\..*", ".lora_alpha", name)))
+                norms[f"{module}.whole"] = _largest_norm(weight.flatten())
+                norms[f"{module}.scale"] = abs(alpha) / weight.shape[0]
     return norms
 
 

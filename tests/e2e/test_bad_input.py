@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from reference.checkpoint import CheckpointError, RandomWeights, write_checkpoint
 from spcheck.case import Case
-from spcheck.output import JsonTarget
 from spcheck.model import load_model
+from spcheck.output import JsonTarget
 from spcheck.plan import make_plan
 from spcheck.printable import sentence
 from spcheck.worker.weights import check_weights
