@@ -150,4 +150,4 @@ def by_token(rows: Tensor, ids: Tensor | None, experts: range | None) -> Tensor:
         out[places] = rows
     else:
         out.fill_(math.nan)
-    return out.view(*ids.shape, -1).transpose(1, 2)
+    return out.view(*ids.shape, rows.shape[1]).transpose(1, 2)
