@@ -79,7 +79,7 @@ def build_key(side: SidePlan, plan: Plan, rank: int, device: torch.device) -> tu
     """Everything that a built engine depends on."""
     case = plan.case
     return (
-        *(side.subject, side.scheme, side.tp, rank, case.tp, case.dp, device, plan.dtype, plan.grid),
+        *(side, side == plan.reference, rank, case.tp, case.dp, device, plan.dtype, plan.grid),
         *(plan.folder, plan.config, case.seed, case.aux_layers, case.pad_to, case.graph_sizes, case.skip_padding),
         *(case.expert_parallel, case.all2all_backend, case.lora_rank, case.lora_adapters),
     )
