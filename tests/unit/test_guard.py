@@ -126,9 +126,9 @@ def test_units_and_bounds_of_the_other_products_by_hand():
 
 
 def adapter(module, number=0, **changes):
-    """The norms of an adapter of one module: 8, and s = 2, unless it says otherwise."""
+    """The norms of an adapter of one module: 8, 16 of the whole A, and s = 2, unless it says otherwise."""
     name = f"adapters.{number}.base_model.model.{module}"
-    norms = {"lora_A": 8.0, "lora_A.whole": 8.0, "lora_A.scale": 2.0, "lora_B": 8.0} | changes
+    norms = {"lora_A": 8.0, "lora_A.whole": 16.0, "lora_A.scale": 2.0, "lora_B": 8.0} | changes
     return {f"{name}.{part}": norm for part, norm in norms.items()}
 
 
@@ -139,10 +139,10 @@ def test_units_and_bounds_of_adapters_by_hand():
     bits, _ = table(**norms, **adapter(f"{attention}.o_proj", 1, lora_B=16.0))
     plain, _ = table()
     assert bits[f"adapters.0.base_model.model.{attention}.q_a_proj.lora_A"] == 6 + 26
-    assert bits[f"{attention}.q_a_proj"] == math.log2(8 * (8 + 2 * 8 * 8)) + 38
-    assert bits[f"{attention}.o_proj"] == math.log2(8 * (8 + 2 * 16 * 8)) + 38
-    assert bits["model.layers.2.post_attention_layernorm.in residual"] == math.log2(8 + 8 * (8 + 2 * 16 * 8)) + 38
-    combine = 2 * 8 * 8**2 + 8 * (8 + 2 * 8 * 8)
+    assert bits[f"{attention}.q_a_proj"] == math.log2(8 * (8 + 2 * 8 * 16)) + 38
+    assert bits[f"{attention}.o_proj"] == math.log2(8 * (8 + 2 * 16 * 16)) + 38
+    assert bits["model.layers.2.post_attention_layernorm.in residual"] == math.log2(8 + 8 * (8 + 2 * 16 * 16)) + 38
+    combine = 2 * 8 * 8**2 + 8 * (8 + 2 * 8 * 16)
     assert bits["model.layers.2.mlp combine"] == math.log2(combine) + 38
     assert bits["model.layers.3.input_layernorm.in residual"] == math.log2(8 + combine) + 38
     for name in (
@@ -153,13 +153,23 @@ def test_units_and_bounds_of_adapters_by_hand():
         assert bits[name] == plain[name]
 
 
+def test_the_bound_of_an_adapter_is_reached():
+    """By rows of A that all point to where x does, which no row norm of A alone would bound."""
+    module, x = "model.layers.0.self_attn.q_a_proj", torch.full((96,), 0.5)
+    a, b = torch.ones(4, 96), torch.ones(48, 4)
+    norms = {"lora_A": a[0].norm(), "lora_A.whole": a.norm(), "lora_B": b[0].norm()}
+    of_x = {"model.layers.0.input_layernorm.out": float(x.norm()), module: 0.0}
+    bits, _ = table(**of_x, **adapter(module, **{name: float(norm) for name, norm in norms.items()}))
+    assert bits[module] == pytest.approx(math.log2(float((2 * b @ (a @ x)).max())) + 38, abs=1e-6)
+
+
 @pytest.mark.parametrize(("scale", "finer"), [(2.0, 0), (3.0, 0), (1.0, 0), (0.5, 1), (0.75, 2)])
 def test_a_scale_below_one_makes_the_unit_finer(scale, finer):
     module = "model.layers.0.self_attn.o_proj"
     bits, _ = table(**adapter(module, **{"lora_A.scale": scale}))
-    assert bits[module] == math.log2(8 * (8 + scale * 8 * 8)) + 38 + finer
+    assert bits[module] == math.log2(8 * (8 + scale * 8 * 16)) + 38 + finer
     residual = "model.layers.0.post_attention_layernorm.in residual"
-    assert bits[residual] == math.log2(8 + 8 * (8 + scale * 8 * 8)) + 38 + finer
+    assert bits[residual] == math.log2(8 + 8 * (8 + scale * 8 * 16)) + 38 + finer
 
 
 @pytest.mark.parametrize("norms", [{"lora_A.scale": 1 / 3}, {"lora_A.scale": math.inf}, {"lora_B": math.nan}])
