@@ -50,5 +50,5 @@ def build(
     )
     active, _ = resolve_scheme(scheme, parallel)
     loader, rotary = Loader(weights, dtype, device), RotaryTable(config, dtype, device)
-    setup = Setup(config, parallel, loader, tp, ep, rotary, aux_layers, skip_padding, lora_adapters)
+    setup = Setup(config, parallel, loader, tp, ep, rotary, aux_layers, skip_padding, lora_adapters=lora_adapters)
     return Engine(setup, active, pad_to)
