@@ -8,9 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from reference.checkpoint import Checkpoint, CheckpointError, RandomWeights, check_tensors, write_checkpoint
+from reference.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    RandomAdapters,
+    RandomWeights,
+    check_tensors,
+    write_checkpoint,
+)
 from reference.config import ModelConfig, parse_config
-from reference.layout import optional_copies, tensor_shapes
+from reference.layout import adapted_modules, adapter_shapes, optional_copies, tensor_shapes
 
 PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
 
@@ -108,6 +115,33 @@ def test_the_mtp_copies_repeat_the_main_tables(config):
     reader = RandomWeights(config, 0)
     assert len(optional_copies(config)) == 2
     assert all(reader.tensor(copy) is reader.tensor(main) for copy, main in optional_copies(config).items())
+
+
+def test_an_adapter_has_a_pair_for_each_projection_it_adds_to(config):
+    shapes = adapter_shapes(config, 4)
+    assert len(shapes) == 1 + 2 * 7 * 3
+    assert shapes["lora_alpha"] == (1,)
+    assert shapes["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"] == (4, 144)
+    assert shapes["base_model.model.model.layers.2.mlp.shared_experts.down_proj.lora_B.weight"] == (96, 4)
+    assert shapes["base_model.model.model.layers.1.self_attn.kv_a_proj_with_mqa.lora_B.weight"] == (40, 4)
+    assert not any("kv_b_proj" in name or ".experts." in name or "layers.3" in name for name in shapes)
+
+
+def test_random_adapters_give_as_much_as_the_matrices_they_add_to(config):
+    base, reader, again = (RandomWeights(config, 0), *(RandomAdapters(config, 0, rank=4, adapters=2) for _ in "12"))
+    expected = {f"adapters.{i}.{name}": shape for i in (0, 1) for name, shape in adapter_shapes(config, 4).items()}
+    assert {name: reader.shape(name) for name in reader.names()} == expected
+    assert all(torch.equal(reader.tensor(name), again.tensor(name)) for name in reversed(list(reader.names())))
+    for i, module in ((i, module) for i in (0, 1) for module in adapted_modules(config)):
+        pair = f"adapters.{i}.base_model.model.{module}"
+        a, b = (reader.tensor(f"{pair}.lora_{part}.weight").double() for part in "AB")
+        scale = reader.tensor(f"adapters.{i}.lora_alpha").item() / 4
+        ratio = (scale * b @ a).norm() / base.tensor(f"{module}.weight").double().norm()
+        assert 0.5 < ratio < 2
+    assert not torch.equal(
+        reader.tensor(f"{pair}.lora_A.weight"),
+        reader.tensor(pair.replace("adapters.1", "adapters.0") + ".lora_A.weight"),
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -1,20 +1,27 @@
 """The guard's bounds against the true sums, with whole numbers, on a model whose weights are made to be awkward."""
 
+import functools
 import math
 import re
 
 import pytest
 import torch
 
+import reference.subject
 import spcheck.worker.weights
+from reference.checkpoint import RandomWeights
+from reference.layout import adapted_modules
 from spcheck.case import Case
+from spcheck.comm.loopback import run_loopback
 from spcheck.contracts.exactness import check_exactness
 from spcheck.exact import GRIDS
 from spcheck.guard import Product, merge_norms, products
 from spcheck.launch.ranks import run_threads
 from spcheck.plan import make_plan
 from spcheck.verdict import conclude
+from spcheck.worker.adapters import WithAdapters
 from spcheck.worker.snap import snap
+from spcheck.worker.weights import Snapped
 from tests.conftest import compare_case
 
 CASE = {"tp": 2, "requests": ((17, 4),), "mtp_steps": 2, "backend": "loopback"}
@@ -54,13 +61,14 @@ def watched(monkeypatch, plan):
             largest[name] = max(largest.get(name, 0.0), float(parts.max()))
         return plain(x, weight, bias)
 
-    names_of = {}
+    names_of, kept = {}, []
     original = spcheck.worker.built.Snapper.__init__
 
     def remember(self, root, config, grid, *, watch):
         original(self, root, config, grid, watch=watch)
         if watch:  # the reference, whose modules have the published names
             for name, parameter in root.named_parameters():
+                kept.append(parameter)  # or the candidate's weights may take its place in memory
                 short = re.sub(r"\.experts\.\d+\.", ".experts.", name.removesuffix(".weight"))
                 names_of.setdefault(parameter.data_ptr(), []).append(short)
 
@@ -115,6 +123,112 @@ def test_units_and_bounds_of_the_other_products_by_hand():
     assert bits["model.layers.0.post_attention_layernorm.in residual"] == math.log2(8 + 64) + 26
     assert bits["model.layers.3.input_layernorm.in residual"] == math.log2(8 + combine) + 38
     assert bits["model.layers.5.eh_proj"] == math.log2(math.hypot(8, 8) * 8) + 26
+
+
+def adapter(module, number=0, **changes):
+    """The norms of an adapter of one module: 8, 16 of the whole A, and s = 2, unless it says otherwise."""
+    name = f"adapters.{number}.base_model.model.{module}"
+    norms = {"lora_A": 8.0, "lora_A.whole": 16.0, "lora_A.scale": 2.0, "lora_B": 8.0} | changes
+    return {f"{name}.{part}": norm for part, norm in norms.items()}
+
+
+def test_units_and_bounds_of_adapters_by_hand():
+    attention, shared = "model.layers.2.self_attn", "model.layers.2.mlp.shared_experts"
+    modules = (f"{attention}.q_a_proj", f"{attention}.o_proj", f"{shared}.down_proj")
+    norms = {name: norm for module in modules for name, norm in adapter(module).items()}
+    bits, _ = table(**norms, **adapter(f"{attention}.o_proj", 1, lora_B=16.0))
+    plain, _ = table()
+    assert bits[f"adapters.0.base_model.model.{attention}.q_a_proj.lora_A"] == 6 + 26
+    assert bits[f"{attention}.q_a_proj"] == math.log2(8 * (8 + 2 * 8 * 16)) + 38
+    assert bits[f"{attention}.o_proj"] == math.log2(8 * (8 + 2 * 16 * 16)) + 38
+    assert bits["model.layers.2.post_attention_layernorm.in residual"] == math.log2(8 + 8 * (8 + 2 * 16 * 16)) + 38
+    combine = 2 * 8 * 8**2 + 8 * (8 + 2 * 8 * 16)
+    assert bits["model.layers.2.mlp combine"] == math.log2(combine) + 38
+    assert bits["model.layers.3.input_layernorm.in residual"] == math.log2(8 + combine) + 38
+    for name in (
+        "model.layers.2.self_attn.kv_b_proj",
+        "model.layers.2.mlp.experts.down_proj",
+        "model.layers.3.mlp.gate",
+    ):
+        assert bits[name] == plain[name]
+
+
+def test_the_bound_of_an_adapter_is_reached():
+    """By rows of A that all point to where x does, which no row norm of A alone would bound."""
+    module, x = "model.layers.0.self_attn.q_a_proj", torch.full((96,), 0.5)
+    a, b = torch.ones(4, 96), torch.ones(48, 4)
+    norms = {"lora_A": a[0].norm(), "lora_A.whole": a.norm(), "lora_B": b[0].norm()}
+    of_x = {"model.layers.0.input_layernorm.out": float(x.norm()), module: 0.0}
+    bits, _ = table(**of_x, **adapter(module, **{name: float(norm) for name, norm in norms.items()}))
+    assert bits[module] == pytest.approx(math.log2(float((2 * b @ (a @ x)).max())) + 38, abs=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "finer"), [(2.0, 0), (3.0, 0), (1.0, 0), (0.5, 1), (0.75, 2)])
+def test_a_scale_below_one_makes_the_unit_finer(scale, finer):
+    module = "model.layers.0.self_attn.o_proj"
+    bits, _ = table(**adapter(module, **{"lora_A.scale": scale}))
+    assert bits[module] == math.log2(8 * (8 + scale * 8 * 16)) + 38 + finer
+    residual = "model.layers.0.post_attention_layernorm.in residual"
+    assert bits[residual] == math.log2(8 + 8 * (8 + scale * 8 * 16)) + 38 + finer
+
+
+@pytest.mark.parametrize("norms", [{"lora_A.scale": 1 / 3}, {"lora_A.scale": math.inf}, {"lora_B": math.nan}])
+def test_an_adapter_that_is_not_exact_leaves_no_proof(norms):
+    module = "model.layers.0.mlp.down_proj"
+    bits, _ = table(**adapter(module), **adapter(module, 1, **norms))
+    assert bits[module] > 53
+    assert bits["model.layers.1.input_layernorm.in residual"] > 53
+
+
+def same_sign(x, weight, sign):
+    """Of every element of W x the sum of its positive terms, or the size of that of its negative ones."""
+    return x.clamp(min=0) @ (sign * weight).clamp(min=0).T + x.clamp(max=0) @ (sign * weight).clamp(max=0).T
+
+
+def largest_sums(x, linear, added):
+    """Of A x, and of W x + s B A x with every product of three as a term: the largest sum of terms of one sign."""
+    above, below = (same_sign(x, added.lora_A, sign) for sign in (1, -1))
+    up, down = added.lora_B.clamp(min=0).T, -added.lora_B.clamp(max=0).T
+    positive = same_sign(x, linear.weight, 1) + added.scale * (above @ up + below @ down)
+    negative = same_sign(x, linear.weight, -1) + added.scale * (above @ down + below @ up)
+    return float(torch.maximum(above, below).max()), float(torch.maximum(positive, negative).max())
+
+
+def adapted_reference(world, plan, reader):
+    """Norms of a run of the reference with two adapters, and the largest sums: of A x and of all, by product."""
+    groups = {"tp": world.group("tp", range(world.size))}
+    options = {"dtype": torch.float64, "device": torch.device("cpu"), "lora_adapters": 2}
+    engine, largest = reference.subject.build(plan.config, reader, groups, **options), {}
+    snapper = spcheck.worker.built.Snapper(engine, plan.config, plan.grid, watch=True)
+
+    def watch(name, module, args):
+        number = engine.active_adapter.number
+        sums = largest_sums(args[0], module, module.adapters.each[number])
+        for key, size in zip((f"adapters.{number}.base_model.model.{name}.lora_A", name), sums, strict=True):
+            largest[key] = max(largest.get(key, 0.0), size)
+
+    for name in adapted_modules(plan.config):
+        engine.get_submodule(name).register_forward_pre_hook(functools.partial(watch, name))
+    engine.start(plan.case.requests, (1, 0))
+    engine.step([(r, 0, torch.arange(n)) for r, n in enumerate(plan.case.requests)])
+    return snapper.plain_norms(), largest
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("gain", "outliers"), [(1.0, False), (4.0, True)])
+def test_no_sum_of_an_adapter_is_larger_than_its_bound(tp, gain, outliers, scaled, monkeypatch):
+    scaled(gain, outliers)
+    plan = make_plan(Case(**CASE))
+    reader = Snapped(WithAdapters(RandomWeights(plan.config, 0), plan.config, 4, 2, 0), plan.grid)
+    monkeypatch.setattr(spcheck.worker.weights, "open_weights", lambda plan: reader)
+    ranks = run_loopback(tp, lambda world: adapted_reference(world, plan, reader))
+    norms = merge_norms([norms for norms, _ in ranks]) | spcheck.worker.weights.weight_norms(plan, 0, 1)
+    bits = {p.name: p.bits for p in products(plan.config, plan.grid, norms, 21)}
+    unit = plan.grid.activation + plan.grid.weight
+    for name, size in ((name, size) for _, largest in ranks for name, size in largest.items()):
+        needed = math.log2(size) + unit + (0 if name.startswith("adapters.") else plan.grid.weight)
+        assert needed <= bits[name] < needed + 10, name
+    assert all(len(largest) == 3 * 7 * plan.config.num_hidden_layers for _, largest in ranks)
 
 
 def test_divided_channels_add_up_in_squares_and_nan_is_not_lost():

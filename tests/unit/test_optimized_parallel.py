@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from optimized.batch import AdapterRows
 from optimized.forward_context import (
     DPMetadata,
     ForwardContext,
@@ -84,6 +85,15 @@ def test_metadata_exists_where_rows_are_dispatched(has_moe, sp, there):
 
 def test_the_own_entry_is_the_number_of_rows():
     with pytest.raises(ValueError, match="announced 3 rows and has 4"), set_forward_context(4, None, _rows(3)):
+        pass
+
+
+def test_the_adapters_are_those_of_the_rows():
+    rows = AdapterRows(torch.tensor([1, -1, 0, 1]))
+    assert [(i, found.tolist()) for i, found in rows.groups] == [(0, [2]), (1, [0, 3])]
+    with set_forward_context(4, adapter_rows=rows) as context:
+        assert context.adapter_rows is rows
+    with pytest.raises(ValueError, match="for 4 of 3 rows"), set_forward_context(3, adapter_rows=rows):
         pass
 
 
