@@ -21,14 +21,15 @@ ALLOWED = {
 # Inside the tool: each module may import only from rows above its own (and its own row).
 LAYERS = [
     {"spcheck", "spcheck.errors", "spcheck.printable"},
-    {"spcheck.phases", "spcheck.case", "spcheck.subject", "spcheck.comm", "spcheck.exact"},
-    {"spcheck.judge", "spcheck.guard"},
+    {"spcheck.phases", "spcheck.place", "spcheck.case", "spcheck.subject", "spcheck.comm", "spcheck.exact"},
+    {"spcheck.judge", "spcheck.guard", "spcheck.model", "spcheck.schemes"},
+    {"spcheck.checks"},
     {"spcheck.plan", "spcheck.merge"},
     {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker", "spcheck.failure"},
     {"spcheck.verdict", "spcheck.launch"},
     {"spcheck.doctor"},
     {"spcheck.report"},
-    {"spcheck.output", "spcheck.internal"},
+    {"spcheck.output", "spcheck.internal", "spcheck.options"},
     {"spcheck.cli"},
     {"spcheck.__main__"},
 ]

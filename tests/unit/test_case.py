@@ -6,11 +6,19 @@ import pytest
 from click.testing import CliRunner
 
 from spcheck import cli
-from spcheck.case import Case
+from spcheck.case import DEFAULT_GRAPH_SIZES, Case
 
 FULL = Case(
-    requests=((5, 1, 11),),
+    requests=((5, 1), (11,), ()),
     tp=3,
+    previous=((), (2, 2), (1,)),
+    expert_parallel=False,
+    all2all_backend="all_to_all",
+    lora_rank=4,
+    lora_adapters=2,
+    reference="optimized:tp",
+    candidate="optimized:full-sp",
+    reference_world=1,
     overrides=(("index_topk", 4), ("model_type", "deepseek_v32"), ("norm_topk_prob", False)),
     numerics="float32",
     scheme="full-sp",
@@ -26,7 +34,11 @@ FULL = Case(
 )
 
 
-@pytest.mark.parametrize("case", [FULL, Case(requests=((17,),), tp=2)], ids=["full", "plain"])
+PLAIN = Case(requests=((17,),), tp=2)
+SIZES = Case(requests=((17,), (17,)), tp=1, graph_sizes=DEFAULT_GRAPH_SIZES, pp=2, padding_content="stale")
+
+
+@pytest.mark.parametrize("case", [FULL, PLAIN, SIZES], ids=["full", "plain", "sizes"])
 def test_the_id_repeats_the_case(case, monkeypatch):
     seen = []
     monkeypatch.setattr(cli, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))

@@ -62,7 +62,10 @@ def build(world, subject, *, reader=ADAPTED, lora_adapters=2, dtype=F64, scheme=
         scheme=scheme,
         aux_layers=(),
         pad_to=pad_to,
+        graph_sizes=(),
         skip_padding=True,
+        expert_parallel=True,
+        all2all_backend="naive",
         lora_adapters=lora_adapters,
     )
 

@@ -4,39 +4,98 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spcheck.phases import Phase, layer_of, phases_of
+from spcheck.phases import GraphPadding, Phase, Step, layer_of, phases_of
+
+UNPADDED = GraphPadding(None, (), agreed=False)
+CAPTURED = (1, 2, 4, 8, 16, 24, 32)
+
+
+def step(*tokens):
+    return Step(tuple(tuple(range(len(here))) for here in tokens), tokens)
+
+
+def alone(tokens, mtp_steps=0, pad_to=None):
+    (phases,) = phases_of([step(tokens)], mtp_steps, GraphPadding(pad_to, (), agreed=False))
+    return phases
 
 
 def test_one_request_of_three_tokens_over_two_ranks():
-    (target,) = phases_of((3,), 0, None)
+    (target,) = alone((3,))
     assert target.shard_rows(2) == 2
     assert [target.owned(r, 2) for r in range(2)] == [range(2), range(2, 3)]
     assert [target.row(i) for i in range(3)] == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_graph_padding_moves_the_shard_border():
-    (target,) = phases_of((5, 1), 0, 16)
+    (target,) = alone((5, 1), pad_to=16)
     assert (target.real, target.padded, target.shard_rows(4)) == (6, 16, 4)
     assert [list(target.owned(r, 4)) for r in range(4)] == [[0, 1, 2, 3], [4, 5], [], []]
     assert target.row(5) == (1, 0)
+    assert target.last_rows == [(0, 4), (1, 0)]
 
 
 def test_draft_steps_after_the_first_have_one_row_per_request():
-    _, first, second, third = phases_of((5, 1, 11), 3, 32)
+    _, first, second, third = alone((5, 1, 11), 3, 32)
     assert (first.counts, first.padded) == ((5, 1, 11), 32)
     assert (second.counts, second.starts, second.padded) == ((1, 1, 1), (5, 1, 11), 3)
     assert [third.row(i) for i in range(3)] == [(0, 6), (1, 2), (2, 12)]
 
 
 def test_a_padded_row_has_no_request():
-    (target,) = phases_of((2,), 0, 4)
+    (target,) = alone((2,), pad_to=4)
     with pytest.raises(IndexError):
         target.row(2)
 
 
+def test_an_idle_rank_has_one_row_and_owns_none():
+    busy, idle = phases_of([step((5, 1), ())], 2, UNPADDED)
+    assert [phase.padded for phase in idle] == [1, 1, 1]
+    assert [phase.real for phase in idle] == [0, 0, 0]
+    assert [phase.padded for phase in busy] == [6, 6, 2]
+    assert [list(idle[0].owned(r, 2)) for r in range(2)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("rows", "agreed", "target", "later"),
+    [
+        ((17, 3, 0), False, [24, 4, 1], [24, 4, 1]),
+        ((17, 3, 0), True, [24, 24, 24], [24, 24, 24]),
+        ((8, 4), True, [8, 8], [8, 8]),  # both have a graph of just their rows, and must run the same one
+        ((33, 3), True, [33, 33], [33, 33]),  # one row more than the largest graph
+        ((33, 40), True, [33, 40], [33, 40]),  # nobody runs a graph
+    ],
+)
+def test_captured_sizes(rows, agreed, target, later):
+    padding = GraphPadding(None, CAPTURED, agreed=agreed)
+    assert padding.padded(rows) == target
+    assert padding.padded(rows, later_draft=True) == later
+
+
+def test_a_fixed_size_is_for_the_targets_rows():
+    padding = GraphPadding(20, (), agreed=True)
+    assert padding.padded((17, 0)) == [20, 20]
+    assert padding.padded((3, 0), later_draft=True) == [3, 1]
+
+
+def test_two_steps_count_their_forwards_on():
+    first = Step(((1,), (0, 1)), ((9,), (2, 2)))
+    here, there = phases_of([first, step((4,), ())], 2, GraphPadding(None, CAPTURED, agreed=True))
+    assert [(p.kind, p.call, p.draft) for p in here] == [
+        ("target", 0, 0),
+        ("draft", 0, 0),
+        ("draft", 1, 1),
+        ("target", 1, 0),
+        ("draft", 2, 0),
+        ("draft", 3, 1),
+    ]
+    assert [p.requests for p in here] == [(1,)] * 3 + [(0,)] * 3
+    assert [p.padded for p in there] == [16, 16, 2, 4, 4, 1]
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 20), st.integers(1, 12))
 def test_every_real_row_has_exactly_one_owner(requests, padding, tp):
-    phase = Phase("target", 0, (0,) * len(requests), tuple(requests), sum(requests) + padding)
+    numbers, zeros = tuple(range(len(requests))), (0,) * len(requests)
+    phase = Phase("target", 0, numbers, zeros, tuple(requests), sum(requests) + padding)
     owned = [row for rank in range(tp) for row in phase.owned(rank, tp)]
     assert owned == list(range(phase.real))
     assert len({phase.row(i) for i in owned}) == phase.real

@@ -28,17 +28,40 @@ def case(**options):
         ({"overrides": (("rope_theta", 10**400),)}, "rope_theta must be float"),
         ({"requests": ()}, "there is no request"),
         ({"pad_to": 16}, "--pad-to 16 is less than the 17 tokens"),
-        ({"model": "dsv99"}, "neither a preset (dsv32-tiny) nor a folder"),
+        ({"model": "dsv99"}, "neither a preset (dsv32-alternating, dsv32-tiny) nor a folder"),
         ({"aux_layers": (6,)}, "--aux-layers 6 is outside 0..5"),
         ({"aux_layers": (-1,)}, "--aux-layers -1 is outside 0..5"),
         ({"mtp_steps": -1}, "--mtp-steps must be 0 or more"),
         ({"overrides": (("num_nextn_predict_layers", 0),)}, "needs an MTP layer"),
         ({"overrides": (("num_nextn_predict_layers", 2),)}, "2 MTP layers are not supported yet"),
         ({"requests": ((4097,),)}, "4097 positions are more than max_position_embeddings 4096"),
-        ({"scheme": "full-sp", "tp": 1}, "--scheme full-sp cannot be: sequence parallelism needs tp > 1"),
-        ({"scheme": "full-sp", "overrides": (("pipeline_parallel_size", 2),)}, "a pipeline stage would receive shards"),
-        ({"scheme": "full-sp", "overrides": (("lora_rank", 8),)}, "a LoRA adapter is chosen per row"),
-        ({"overrides": (("pipeline_parallel_size", 2),)}, "pipeline_parallel_size 2 is not supported yet"),
+        ({"scheme": "full-sp", "tp": 1}, "--scheme full-sp cannot be: tp is 1"),
+        ({"candidate": "optimized:moe-sp", "tp": 1}, "--candidate optimized:moe-sp cannot be: tp is 1"),
+        ({"scheme": "full-sp", "pp": 2}, "--scheme full-sp cannot be: a pipeline stage would receive shards (--pp 2)"),
+        ({"scheme": "moe-sp", "lora_rank": 8, "lora_adapters": 1}, "cannot be: LoRA adapters present"),
+        ({"scheme": "full-sp", "expert_parallel": False}, "--scheme full-sp cannot be: expert parallel off"),
+        ({"pp": 2}, "--pp 2 is not supported yet"),
+        ({"pp": 0}, "--pp must be 1 or more"),
+        ({"lora_adapters": 1}, "--lora-adapters 1 needs --lora-rank"),
+        ({"lora_rank": 4}, "--lora-rank 4 needs --lora-adapters"),
+        ({"lora_rank": -4, "lora_adapters": 1}, "--lora-rank must be 0 to"),
+        ({"requests": ((), ())}, "there is no request"),
+        ({"requests": ((3,), ()), "previous": ((3,),)}, "--previous 3 is for 1 data-parallel ranks, and there are 2"),
+        ({"requests": ((3,), (0,))}, "at least 1 token, not 0 (--requests 3/0)"),
+        ({"requests": ((3,),) * 3, "tp": 3}, "--dp 3 x --tp 3 = 9 ranks do not divide n_routed_experts 24"),
+        ({"requests": ((3,),) * 3, "tp": 3, "expert_parallel": False},
+         "--dp 3 x --tp 3 = 9 ranks do not divide moe_intermediate_size 48"),
+        ({"pad_to": 32, "graph_sizes": (32,)}, "give --pad-to or --graph-sizes, not both"),
+        ({"graph_sizes": (8, 4)}, "--graph-sizes 8,4 must be ascending"),
+        ({"graph_sizes": (0, 4)}, "--graph-sizes 0,4 must be ascending, from 1 on"),
+        ({"requests": ((3,), (17,)), "pad_to": 16}, "--pad-to 16 is less than the 17 tokens"),
+        ({"previous": ((17,),), "requests": ((3,),), "pad_to": 16}, "--pad-to 16 is less than the 17 tokens"),
+        ({"reference": "mine"}, "--reference mine is not one of reference, optimized, optimized:tp"),
+        ({"candidate": "optimized:sp"}, "--candidate optimized:sp is not one of"),
+        ({"candidate": "optimized:tp", "scheme": "full-sp"}, "--scheme full-sp contradicts --candidate optimized:tp"),
+        ({"candidate": "reference"}, "reference and candidate are both reference"),
+        ({"candidate": "reference", "scheme": "tp"}, "is for a candidate that has schemes"),
+        ({"reference": "optimized:tp", "reference_world": 1}, "--reference-world 1 is for --reference reference"),
         ({"overrides": (("no_such_key", 1),)}, "unknown config key 'no_such_key'"),
         ({"overrides": (("hidden_size", 10**21),)}, "hidden_size must be at most 2147483647"),
         ({"overrides": (("hidden_size", "wide"),)}, "hidden_size must be int, not 'wide'"),
@@ -57,7 +80,14 @@ def test_refused(options, words):
         ({}, "full-sp", "tp 2 > 1"),
         ({"scheme": "full-sp"}, "full-sp", "tp 2 > 1"),
         ({"tp": 1}, "tp", "tp is 1"),
-        ({"scheme": "tp"}, "tp", "asked for"),
+        ({"scheme": "tp"}, "tp", "asked for with --scheme tp"),
+        ({"candidate": "optimized:tp"}, "tp", "asked for with --candidate optimized:tp"),
+        ({"all2all_backend": "naive"}, "full-sp", "expert parallel on, tp 2 > 1, backend naive"),
+        ({"scheme": "moe-sp"}, "moe-sp", "expert parallel on, tp 2 > 1"),
+        ({"requests": ((3,), (1,))}, "full-sp", "tp 2 > 1"),  # data parallelism neither asks for it nor forbids it
+        ({"expert_parallel": False}, "tp", "expert parallel off"),
+        ({"lora_rank": 4, "lora_adapters": 2}, "tp", "LoRA adapters present"),
+        ({"candidate": "reference", "reference": "optimized"}, "reference", "the only dataflow"),
     ],
 )
 def test_the_scheme_and_its_reason(options, scheme, words):
@@ -83,6 +113,35 @@ def test_a_config_that_is_no_file_or_no_json(tmp_path):
 
 def test_what_an_mtp_cache_must_hold():
     plan = make_plan(case(requests=((5, 1),), mtp_steps=3))
-    assert plan.cache_phase("model.layers.0.self_attn.cache.latent").counts == (5, 1)
-    assert plan.cache_phase("model.layers.5.self_attn.cache.latent").counts == (7, 3)
-    assert make_plan(case(mtp_steps=0)).cache_phase("model.layers.5.self_attn.cache.latent").real == 0
+    assert plan.cache_phase("model.layers.0.self_attn.cache.latent", 0).counts == (5, 1)
+    assert plan.cache_phase("model.layers.5.self_attn.cache.latent", 0).counts == (7, 3)
+    assert make_plan(case(mtp_steps=0)).cache_phase("model.layers.5.self_attn.cache.latent", 0).real == 0
+
+
+def test_requests_of_the_step_before_come_behind_the_cases_own():
+    plan = make_plan(case(requests=((5, 1), ()), previous=((2,), (3, 3)), mtp_steps=2))
+    assert [step.requests for step in plan.steps] == [((2,), (0, 1)), ((0, 1), ())]
+    assert plan.requests(0) == (5, 1, 2)
+    assert plan.lengths(0) == [6, 2, 3]
+    assert plan.requests(1) == (3, 3)
+    names = [plan.forward_name(phase.kind, phase.call) for phase in plan.phases[0]]
+    assert names == [
+        "previous step's target step",
+        "previous step's draft step 0",
+        "previous step's draft step 1",
+        "target step",
+        "draft step 0",
+        "draft step 1",
+    ]
+
+
+def test_stale_rows_need_a_step_before_and_get_one_that_fills_the_batch():
+    plan = make_plan(case(requests=((17,), ()), graph_sizes=(8, 24), padding_content="stale"))
+    assert plan.steps[0].tokens == ((24,), (24,))
+    assert make_plan(case(padding_content="nan")).steps == (make_plan(case()).steps[0],)
+
+
+def test_requests_use_adapters_in_turn_and_then_none():
+    plan = make_plan(case(requests=((5, 1), (), (3, 2, 2)), lora_rank=4, lora_adapters=2))
+    assert [plan.adapters(d) for d in range(3)] == [[0, 1], [], [-1, 0, 1]]
+    assert make_plan(case()).adapters(0) == [-1]

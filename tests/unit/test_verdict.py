@@ -84,7 +84,7 @@ def test_the_first_divergence_is_the_first_in_execution_order():
 
 
 def test_a_replica_that_differs_is_a_divergence_even_with_equal_rows():
-    fault = {"replica": {"rank": 1, "request": 0, "position": 1}}
+    fault = {"replica": {"dp": 0, "rank": 1, "request": 0, "position": 1}}
     c = judged([row("a", difference(), **fault)], [row("a", difference())])
     assert c.verdict.outcome == "DIVERGED"
     assert "the replicas on rank 0 and rank 1 differ" in c.verdict.findings[0].message
@@ -94,13 +94,13 @@ def test_a_replica_that_differs_is_a_divergence_even_with_equal_rows():
 @pytest.mark.parametrize("kind", ["value", "set", "scores"])
 def test_no_rounding_explains_ranks_that_disagree(numerics, kind):
     plan = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, numerics=numerics))
-    fault = {"replica": {"rank": 1, "request": 0, "position": 1}}
+    fault = {"replica": {"dp": 0, "rank": 1, "request": 0, "position": 1}}
     c = judged([row("a", difference(), kind, **fault)], [row("a", difference(), kind)], plan=plan)
     assert c.verdict.outcome == "DIVERGED"
 
 
 def test_a_reference_that_differs_from_itself_proves_nothing():
-    fault = {"reference_replica": {"rank": 1, "request": 0, "position": 1}}
+    fault = {"reference_replica": {"dp": 0, "rank": 1, "request": 0, "position": 1}}
     c = judged([row("a", difference(), **fault)], [row("a", difference())])
     assert c.verdict.outcome == "INCONCLUSIVE"
     assert "the reference differs from itself" in c.verdict.findings[0].message
@@ -167,7 +167,7 @@ def test_what_rounding_cannot_explain_counts_behind_a_choice_too():
 
 
 def test_a_reference_that_differs_from_itself_first_excuses_what_follows():
-    fault = {"reference_replica": {"rank": 1, "request": 0, "position": 1}}
+    fault = {"reference_replica": {"dp": 0, "rank": 1, "request": 0, "position": 1}}
     assert judged([row("a", wrong(), **fault)], []).verdict.outcome == "INCONCLUSIVE"
     assert judged([row("a", wrong()), row("b", difference(), **fault)], []).verdict.outcome == "DIVERGED"
 
