@@ -57,7 +57,7 @@ class FusedExperts(nn.Module):
         out = _grouped_mm(inner, self.w2, sizes) * weights.flatten().index_select(0, pairs).unsqueeze(-1)
         # Every pair has its own place: deterministic on any device, and a NaN stays in its row.
         by_choice = out.new_zeros(ids.numel(), out.shape[1]).index_copy_(0, pairs, out)
-        return by_choice.view(*ids.shape, -1).sum(dim=1).to(hidden.dtype)
+        return by_choice.view(*ids.shape, out.shape[1]).sum(dim=1).to(hidden.dtype)
 
 
 class DispatchedExperts(FusedExperts):

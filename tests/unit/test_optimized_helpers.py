@@ -12,13 +12,15 @@ from reference.checkpoint import RandomWeights
 from reference.config import parse_config
 from spcheck.comm.loopback import run_loopback
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESETS = Path(__file__).parents[2] / "spcheck" / "presets"
+PRESET = PRESETS / "dsv32-tiny.json"
+ALTERNATING = PRESETS / "dsv32-alternating.json"
 F64 = torch.float64
 
 
 @functools.cache
-def tiny(**overrides):
-    return parse_config(json.loads(PRESET.read_text()), overrides)
+def tiny(preset=PRESET, **overrides):
+    return parse_config(json.loads(preset.read_text()), overrides)
 
 
 @functools.cache
