@@ -103,24 +103,9 @@ def get_forward_context() -> ForwardContext:
     return _context.get(ForwardContext())
 
 
-def create_forward_context(
-    num_tokens: int, is_padding: Tensor | None = None, dp_metadata: DPMetadata | None = None
-) -> ForwardContext:
-    """The context of one forward of ``num_tokens`` rows, or of several with the same rows.
-
-    Raises:
-        ValueError: the metadata or the mask is not for ``num_tokens`` rows.
-    """
-    if dp_metadata is not None:
-        dp_metadata.check(num_tokens)
-    if is_padding is not None and is_padding.shape != (num_tokens,):
-        raise ValueError(f"the padding mask has shape {tuple(is_padding.shape)} for {num_tokens} rows")
-    return ForwardContext(is_padding, dp_metadata)
-
-
 @contextmanager
 def override_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Makes a context active for the block and puts back the one before."""
+    """Makes a context active for the block, maybe again, and puts back the one before."""
     token = _context.set(context)
     try:
         yield context
@@ -132,8 +117,16 @@ def override_forward_context(context: ForwardContext) -> Iterator[ForwardContext
 def set_forward_context(
     num_tokens: int, is_padding: Tensor | None = None, dp_metadata: DPMetadata | None = None
 ) -> Iterator[ForwardContext]:
-    """A new context, active for the block; raises as :func:`create_forward_context`."""
-    with override_forward_context(create_forward_context(num_tokens, is_padding, dp_metadata)) as context:
+    """A new context for forwards of ``num_tokens`` rows, active for the block.
+
+    Raises:
+        ValueError: the metadata or the mask is not for ``num_tokens`` rows.
+    """
+    if dp_metadata is not None:
+        dp_metadata.check(num_tokens)
+    if is_padding is not None and is_padding.shape != (num_tokens,):
+        raise ValueError(f"the padding mask has shape {tuple(is_padding.shape)} for {num_tokens} rows")
+    with override_forward_context(ForwardContext(is_padding, dp_metadata)) as context:
         yield context
 
 
