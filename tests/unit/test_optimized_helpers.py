@@ -77,9 +77,9 @@ class Seen:
     out: dict = field(default_factory=dict)
 
     def watch(self, root, names):
+        """Hooks, as handles to take them off again."""
         modules = dict(root.named_modules())
-        for name in names:
-            modules[name].register_forward_hook(functools.partial(self._keep, name))
+        return [modules[name].register_forward_hook(functools.partial(self._keep, name)) for name in names]
 
     def _keep(self, name, module, args, output):
         self.out.setdefault(name, []).append((args, output))
