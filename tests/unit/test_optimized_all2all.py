@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_optimized_helpers import F64, on_ranks
+from test_optimized_helpers import F64, Spy, on_ranks
 
 from optimized.all2all import ALL2ALL_MANAGERS
 
@@ -12,21 +12,6 @@ SIZES = [3, 1, 2]
 OWNED = [range(2), range(4, 6), range(2, 4)]  # no rank of the group has experts 6 and 7
 IDS = torch.tensor([[0, 1], [0, 4], [-1, -1], [5, 3], [6, 7], [2, 7]])
 BACKENDS = sorted(ALL2ALL_MANAGERS)
-
-
-class Spy:
-    """A communicator that remembers what was called with which shape."""
-
-    def __init__(self, inner):
-        self.inner, self.calls = inner, []
-        self.rank, self.size = inner.rank, inner.size
-
-    def __getattr__(self, name):
-        def call(x, *args, **options):
-            self.calls.append((name, tuple(x.shape)))
-            return getattr(self.inner, name)(x, *args, **options)
-
-        return call
 
 
 def all_rows():
@@ -42,13 +27,13 @@ def summands(hidden, ids, weights, experts):
 
 
 def run(world, backend, sizes, owned, hidden, ids, weights):
-    group = Spy(world.group("ep", range(world.size)))
+    group = Spy(world.group("ep", range(world.size)), [])
     manager = ALL2ALL_MANAGERS[backend](group, owned)
     own = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
     rows, combine = manager.dispatch(hidden[own], ids[own], weights[own], sizes)
     assert all(x.dtype == y.dtype for x, y in zip(rows, (hidden, ids, weights), strict=True))
     out = combine(summands(*rows, owned[world.rank]))
-    return rows, out, group.calls
+    return rows, out, [(name, shape) for _, name, shape in group.calls]
 
 
 def dense(hidden, ids, weights, owned):

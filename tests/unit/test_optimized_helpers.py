@@ -54,10 +54,12 @@ DEFAULTS = {
 }
 
 
-def build(world, config, *, scheme, dp=1, reader=None, **options):
-    """One rank's engine; ``options`` are those of ``optimized.subject.build``."""
-    source = reader or weights(config)
-    return subject.build(config, source, groups(world, dp), scheme=scheme, **(DEFAULTS | options))
+def build(world, config, *, scheme, dp=1, reader=None, calls=None, **options):
+    """One rank's engine; ``options`` are those of ``optimized.subject.build``. ``calls`` gets its collectives."""
+    handed = groups(world, dp)
+    if calls is not None:
+        handed = {name: Spy(group, calls) for name, group in handed.items()}
+    return subject.build(config, reader or weights(config), handed, scheme=scheme, **(DEFAULTS | options))
 
 
 def on_ranks(size, main):
@@ -108,6 +110,21 @@ def fill_padding(engine, config, real, content):
             modules[name].register_forward_pre_hook(functools.partial(before, index))
         else:
             modules[name].register_forward_hook(lambda module, args, output: filled(output))
+
+
+class Spy:
+    """A communicator that adds (group, method, shape of the tensor) to ``calls``, which several may share."""
+
+    def __init__(self, inner, calls):
+        self.inner, self.calls = inner, calls
+        self.rank, self.size = inner.rank, inner.size
+
+    def __getattr__(self, name):
+        def call(x, *args, **options):
+            self.calls.append((self.inner.group, name, tuple(x.shape)))
+            return getattr(self.inner, name)(x, *args, **options)
+
+        return call
 
 
 def close(a, b, tol=1e-12):
