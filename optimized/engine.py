@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -18,14 +19,15 @@ from optimized.forward_context import (
     DPMetadata,
     ForwardContext,
     coordinate_batch_across_dp,
-    create_forward_context,
     override_forward_context,
+    set_forward_context,
 )
 from optimized.linear import GreedySampler, ParallelLMHead
 from optimized.lora import add_adapters, request_adapters
 from optimized.setup import Setup
 
 Chunk = tuple[int, int, Tensor]
+Active = AbstractContextManager[ForwardContext]
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ class Engine(nn.Module):
         """One target forward over new tokens of some requests; of none, all its rows are padding."""
         spans = [(request, start, ids.shape[0]) for request, start, ids in chunks]
         ids = torch.cat([self.no_ids, *(ids.to(self.slots.device) for _, _, ids in chunks)])
-        batch, context = self._prepare(spans, self.held[0], self.padding.of_target)
-        with override_forward_context(context):
+        batch, active = self._prepare(spans, self.held[0], self.padding.of_target)
+        with active as context:
             hidden, *_ = self.model(self._ids(ids, batch), batch.positions, batch.attention)
             sampled = self.sampler(self.lm_head(hidden)[batch.last_rows])
         self.target = TargetStep(spans, ids, hidden[: ids.shape[0]], sampled, batch.num_tokens, context)
@@ -112,21 +114,21 @@ class Engine(nn.Module):
         assert list(requests) == [request for request, _, _ in target.spans], "step 0 drafts for the whole step"
         batch = self.slots.batch(target.spans, self.held[1], target.num_tokens, self.inputs)
         ids = target.ids.roll(-1).index_copy(0, batch.last_rows, target.sampled)
-        self._draft(0, batch, target.context, ids, target.hidden)
+        self._draft(0, batch, override_forward_context(target.context), ids, target.hidden)
 
     def _draft_next(self, requests: Sequence[int], step: int) -> None:
         last = [self.drafted[request] for request in requests]
         spans = [(request, row.position, 1) for request, row in zip(requests, last, strict=True)]
         index = step % self.setup.config.num_nextn_predict_layers
-        batch, context = self._prepare(spans, self.held[1 + index], self.padding.of_draft)
+        batch, active = self._prepare(spans, self.held[1 + index], self.padding.of_draft)
         ids = torch.cat([self.no_ids, *(row.token.view(1) for row in last)])
         hidden = torch.cat([self.no_hidden, *(row.hidden.unsqueeze(0) for row in last)])
-        self._draft(index, batch, context, ids, hidden)
+        self._draft(index, batch, active, ids, hidden)
 
-    def _draft(self, index: int, batch: Batch, context: ForwardContext, ids: Tensor, hidden: Tensor) -> None:
+    def _draft(self, index: int, batch: Batch, active: Active, ids: Tensor, hidden: Tensor) -> None:
         """Runs MTP layer ``index`` on ids [r] and hidden [r,D] of the real rows; keeps what the next step needs."""
         layer = cast(MtpParts, self.model.layers[self.setup.config.num_hidden_layers + index])
-        with override_forward_context(context):
+        with active:
             hidden = layer(self._ids(ids, batch), batch.pad(hidden), batch.positions, batch.attention)
             tokens = layer.shared_head.sampler(layer.shared_head.head(hidden)[batch.last_rows])
         rows = zip(batch.attention.spans, hidden[batch.last_rows], tokens, strict=True)
@@ -137,8 +139,8 @@ class Engine(nn.Module):
 
     def _prepare(
         self, spans: Sequence[tuple[int, int, int]], held: Tensor, graph_of: Callable[[int], int | None]
-    ) -> tuple[Batch, ForwardContext]:
-        """A forward's batch and context; ``graph_of`` gives the rows of the graph that would run so many rows."""
+    ) -> tuple[Batch, Active]:
+        """A forward's batch, and its context to enter; ``graph_of``: how many rows the graph for so many rows runs."""
         rows = max(1, sum(count for _, _, count in spans))
         graph = graph_of(rows)
         n, agreed = self._agree(graph or rows, graph_padded=graph is not None)
@@ -150,7 +152,7 @@ class Engine(nn.Module):
             has_moe=self.has_moe,
             use_sequence_parallel=self.use_sequence_parallel,
         )
-        return batch, create_forward_context(n, batch.is_padding, metadata, batch.adapter_rows)
+        return batch, set_forward_context(n, batch.is_padding, metadata, batch.adapter_rows)
 
     def _agree(self, rows: int, *, graph_padded: bool) -> tuple[int, Tensor | None]:
         """Rows to run, and those of all DP ranks [dp]; None where no rows are dispatched between them."""

@@ -106,13 +106,24 @@ def get_forward_context() -> ForwardContext:
     return _context.get(ForwardContext())
 
 
-def create_forward_context(
+@contextmanager
+def override_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Makes a context active for the block, maybe again, and puts back the one before."""
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+@contextmanager
+def set_forward_context(
     num_tokens: int,
     is_padding: Tensor | None = None,
     dp_metadata: DPMetadata | None = None,
     adapter_rows: AdapterRows | None = None,
-) -> ForwardContext:
-    """The context of one forward of ``num_tokens`` rows, or of several with the same rows.
+) -> Iterator[ForwardContext]:
+    """A new context for forwards of ``num_tokens`` rows, active for the block.
 
     Raises:
         ValueError: the metadata, the mask or the adapters are not for ``num_tokens`` rows.
@@ -123,25 +134,7 @@ def create_forward_context(
         raise ValueError(f"the padding mask has shape {tuple(is_padding.shape)} for {num_tokens} rows")
     if adapter_rows is not None and adapter_rows.ids.shape != (num_tokens,):
         raise ValueError(f"adapters are given for {adapter_rows.ids.shape[0]} of {num_tokens} rows")
-    return ForwardContext(is_padding, dp_metadata, adapter_rows)
-
-
-@contextmanager
-def override_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Makes a context active for the block and puts back the one before."""
-    token = _context.set(context)
-    try:
-        yield context
-    finally:
-        _context.reset(token)
-
-
-@contextmanager
-def set_forward_context(
-    num_tokens: int, is_padding: Tensor | None = None, dp_metadata: DPMetadata | None = None
-) -> Iterator[ForwardContext]:
-    """A new context, active for the block; raises as :func:`create_forward_context`."""
-    with override_forward_context(create_forward_context(num_tokens, is_padding, dp_metadata)) as context:
+    with override_forward_context(ForwardContext(is_padding, dp_metadata, adapter_rows)) as context:
         yield context
 
 

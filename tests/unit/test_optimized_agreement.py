@@ -21,7 +21,7 @@ def run(world, config, requests, steps=2, content=None, split=None, **options):
     if content is not None:
         fill_padding(engine, config, real, content)
     engine.start([n + max(0, steps - 1) for n in requests])
-    ids = [token_ids(config, n, seed) for seed, n in enumerate(requests)]
+    ids = [token_ids(config, n, 100 * sum(requests) + seed) for seed, n in enumerate(requests)]
     for chunks in split(ids) if split else [[(r, 0, x) for r, x in enumerate(ids)]]:
         engine.step(chunks)
     for step in range(steps):
@@ -50,17 +50,21 @@ def baseline(config, requests, steps, aux_layers):
 
 
 def check(config, requests, steps, tp, aux_layers=(), **options):
-    expected, caches = baseline(config, requests, steps, aux_layers)
     results = on_ranks(tp, lambda world: run(world, config, requests, steps, aux_layers=aux_layers, **options))
-    for seen, state in results:
-        got = values(seen, config, requests, steps)
-        assert len(got) == len(expected)
-        for a, b in zip(got, expected, strict=True):
-            close(a, b)
-        assert state.keys() == caches.keys()
-        for name, by_request in state.items():
-            for request, rows in by_request.items():
-                close(rows, caches[name][request])
+    for result in results:
+        check_rank(result, config, requests, steps, aux_layers)
+
+
+def check_rank(result, config, requests, steps, aux_layers=()):
+    """One rank's outputs and caches are those of the model on one rank."""
+    (seen, state), (expected, caches) = result, baseline(config, requests, steps, aux_layers)
+    for a, b in zip(values(seen, config, requests, steps), expected, strict=True):
+        close(a, b)
+    assert state.keys() == caches.keys()
+    for name, by_request in state.items():
+        assert by_request.keys() == caches[name].keys()
+        for request, rows in by_request.items():
+            close(rows, caches[name][request])
 
 
 @pytest.mark.parametrize("scheme", ["tp", "moe-sp", "full-sp"])

@@ -12,13 +12,15 @@ from reference.checkpoint import RandomWeights
 from reference.config import parse_config
 from spcheck.comm.loopback import run_loopback
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESETS = Path(__file__).parents[2] / "spcheck" / "presets"
+PRESET = PRESETS / "dsv32-tiny.json"
+ALTERNATING = PRESETS / "dsv32-alternating.json"
 F64 = torch.float64
 
 
 @functools.cache
-def tiny(**overrides):
-    return parse_config(json.loads(PRESET.read_text()), overrides)
+def tiny(preset=PRESET, **overrides):
+    return parse_config(json.loads(preset.read_text()), overrides)
 
 
 @functools.cache
@@ -52,10 +54,12 @@ DEFAULTS = {
 }
 
 
-def build(world, config, *, scheme, dp=1, reader=None, **options):
-    """One rank's engine; ``options`` are those of ``optimized.subject.build``."""
-    source = reader or weights(config)
-    return subject.build(config, source, groups(world, dp), scheme=scheme, **(DEFAULTS | options))
+def build(world, config, *, scheme, dp=1, reader=None, calls=None, **options):
+    """One rank's engine; ``options`` are those of ``optimized.subject.build``. ``calls`` gets its collectives."""
+    handed = groups(world, dp)
+    if calls is not None:
+        handed = {name: Spy(group, calls) for name, group in handed.items()}
+    return subject.build(config, reader or weights(config), handed, scheme=scheme, **(DEFAULTS | options))
 
 
 def on_ranks(size, main):
@@ -75,9 +79,9 @@ class Seen:
     out: dict = field(default_factory=dict)
 
     def watch(self, root, names):
+        """Hooks, as handles to take them off again."""
         modules = dict(root.named_modules())
-        for name in names:
-            modules[name].register_forward_hook(functools.partial(self._keep, name))
+        return [modules[name].register_forward_hook(functools.partial(self._keep, name)) for name in names]
 
     def _keep(self, name, module, args, output):
         self.out.setdefault(name, []).append((args, output))
@@ -106,6 +110,21 @@ def fill_padding(engine, config, real, content):
             modules[name].register_forward_pre_hook(functools.partial(before, index))
         else:
             modules[name].register_forward_hook(lambda module, args, output: filled(output))
+
+
+class Spy:
+    """A communicator that adds (group, method, shape of the tensor) to ``calls``, which several may share."""
+
+    def __init__(self, inner, calls):
+        self.inner, self.calls = inner, calls
+        self.rank, self.size = inner.rank, inner.size
+
+    def __getattr__(self, name):
+        def call(x, *args, **options):
+            self.calls.append((self.inner.group, name, tuple(x.shape)))
+            return getattr(self.inner, name)(x, *args, **options)
+
+        return call
 
 
 def close(a, b, tol=1e-12):

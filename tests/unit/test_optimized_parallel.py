@@ -3,11 +3,13 @@ import sys
 
 import pytest
 import torch
+from test_optimized_helpers import on_ranks
 
 from optimized.batch import AdapterRows
 from optimized.forward_context import (
     DPMetadata,
     ForwardContext,
+    coordinate_batch_across_dp,
     get_forward_context,
     narrowed_padding_mask,
     set_forward_context,
@@ -83,6 +85,51 @@ def test_metadata_exists_where_rows_are_dispatched(has_moe, sp, there):
         assert made.num_tokens_across_dp.tolist() == [5]
 
 
+def coordinate(counts, padded):
+    """What every DP rank is told, and how many collectives it took."""
+
+    def main(world):
+        calls, group = [], world.group("dp_cpu", range(world.size))
+        reduce = group.all_reduce
+        group.all_reduce = lambda x: (calls.append((x.dtype, tuple(x.shape), x.device.type)), reduce(x))[1]
+        graph_padded = padded[world.rank]
+        agreed = coordinate_batch_across_dp(counts[world.rank], group, graph_padded=graph_padded)
+        assert calls == [(torch.int64, (2, world.size), "cpu")]
+        return agreed.tolist()
+
+    return on_ranks(len(counts), main)
+
+
+def test_dp_ranks_tell_each_other_their_rows():
+    assert coordinate([3, 1, 8], [False] * 3) == [[3, 1, 8]] * 3
+
+
+@pytest.mark.parametrize("who", range(3))
+def test_one_graph_pads_all_to_the_most(who):
+    assert coordinate([3, 1, 8], [rank == who for rank in range(3)]) == [[8, 8, 8]] * 3
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("agreed", [None, torch.tensor([4, 7])])
+def test_metadata_takes_what_was_agreed_or_agrees_itself(sp, agreed):
+    def main(world):
+        parallel, group = ParallelConfig(2, 2, world.rank), world.group("dp_cpu", range(2))
+        made = DPMetadata.make(4 + 3 * world.rank, parallel, agreed, group, has_moe=True, use_sequence_parallel=sp)
+        return made.num_tokens_across_dp.tolist(), made.dp_rank
+
+    assert on_ranks(2, main) == [([4, 7], 0), ([4, 7], 1)]
+
+
+def test_agreed_counts_are_those_of_the_own_rows():
+    parallel = ParallelConfig(2, 2, data_parallel_rank=1)
+    with pytest.raises(ValueError, match="DP rank 1 announced 7 rows and has 4"):
+        DPMetadata.make(4, parallel, torch.tensor([4, 7]), has_moe=True, use_sequence_parallel=True)
+
+
+def test_full_rows_are_announced_per_dp_rank():
+    assert DPMetadata(torch.tensor([3, 8, 1])).sp_local_sizes(1) == [3, 8, 1]
+
+
 def test_the_own_entry_is_the_number_of_rows():
     with pytest.raises(ValueError, match="announced 3 rows and has 4"), set_forward_context(4, None, _rows(3)):
         pass
@@ -118,9 +165,12 @@ def test_a_narrowed_mask_is_put_back():
         for _ in range(2):
             assert get_forward_context().is_padding is full
             with narrowed_padding_mask(shard) as inner:
-                assert inner.is_padding is shard
-                assert inner.dp_metadata is outer.dp_metadata
+                assert inner is outer
+                assert get_forward_context().is_padding is shard
         assert get_forward_context().is_padding is full
+        with pytest.raises(KeyError), narrowed_padding_mask(shard):
+            raise KeyError
+        assert outer.is_padding is full
 
 
 def test_a_mask_can_be_narrowed_where_no_context_exists():
