@@ -209,8 +209,8 @@ def adapted_reference(world, plan, reader):
 
     for name in adapted_modules(plan.config):
         engine.get_submodule(name).register_forward_pre_hook(functools.partial(watch, name))
-    engine.start(plan.case.requests, (1, 0))
-    engine.step([(r, 0, torch.arange(n)) for r, n in enumerate(plan.case.requests)])
+    engine.start(plan.requests(0), (1, 0))
+    engine.step([(r, 0, torch.arange(n)) for r, n in enumerate(plan.requests(0))])
     return snapper.plain_norms(), largest
 
 

@@ -71,11 +71,11 @@ def test_within_the_bound_is_equivalent():
 
 
 def test_the_first_divergence_is_the_first_in_execution_order():
-    at = {"first": {"request": 0, "position": 2}, "worst": {"request": 0, "position": 2}}
+    at = {"first": {"dp": 0, "request": 0, "position": 2}, "worst": {"dp": 0, "request": 0, "position": 2}}
     rows = [row("a", difference()), row("b", difference()), row("c", wrong())]
     c = judged(rows, [row("a", difference()), row("b", wrong(0.1), **at), row("c", difference())])
     assert c.verdict.outcome == "DIVERGED"
-    assert c.verdict.first_divergence == {"probe": "b", "call": 0, "request": 0, "position": 2, "rank": 1}
+    assert c.verdict.first_divergence == {"probe": "b", "call": 0, "dp": 0, "request": 0, "position": 2, "rank": 1}
     (finding,) = c.verdict.findings
     assert "b: 1.0e-01 over bound 1.0e-12 on 1 of 4 rows, first at request 0 token 2, rank 1" in finding.message
     assert "channel 4: 1.1 for 1" in finding.message
@@ -183,7 +183,7 @@ def test_hints():
     assert "2 x the reference: summed 2 times?" in ratio
     less = judged([row("a", wrong(ratio=0.5, rows=1))], []).verdict.findings[0].message
     assert "0.5 x the reference: not summed over the 2 ranks?" in less
-    last = {"first": {"request": 0, "position": 2}, "worst": {"request": 0, "position": 2}}
+    last = {"first": {"dp": 0, "request": 0, "position": 2}, "worst": {"dp": 0, "request": 0, "position": 2}}
     assert (
         "only the last row: trimming or padding?" in judged([row("a", wrong(), **last)], []).verdict.findings[0].message
     )
