@@ -18,7 +18,7 @@ from spcheck.comm.loopback import run_loopback
 from spcheck.launch.ranks import run_threads
 from spcheck.plan import make_plan
 from spcheck.worker.built import EnginePool
-from spcheck.worker.pair import CANDIDATE, REFERENCE, token_ids
+from spcheck.worker.pair import token_ids
 from spcheck.worker.weights import open_weights
 
 ROUNDS = 5
@@ -67,8 +67,8 @@ class Pair:
     @torch.inference_mode()
     def forwards(self, world):
         tokens, case = token_ids(self.plan), self.plan.case
-        for subject, scheme in ((REFERENCE, "reference"), (CANDIDATE, self.plan.scheme)):
-            engine, apart = self.engine(world, subject, scheme)
+        for _, side in self.plan.sides:
+            engine, apart = self.engine(world, side)
             requests = list(range(len(tokens)))
             together = [[r] for r in requests] if apart else [requests]
             engine.start([len(ids) + case.mtp_steps for ids in tokens])
@@ -78,16 +78,18 @@ class Pair:
                 for some in together:
                     engine.draft(some, step)
 
-    def engine(self, world, subject, scheme):
-        module = importlib.import_module(subject)
-        key = world.rank, subject
+    def engine(self, world, side):
+        module = importlib.import_module(side.module)
+        key = world.rank, side
         if key not in self.bare:
             groups = {name: Rejoined() for name in ("tp", "ep")}
             for group in groups.values():
                 group.join(world.group("tp", range(world.size)))
             engine = module.build(
                 self.plan.config, open_weights(self.plan), groups, dtype=getattr(torch, self.plan.dtype),
-                device=torch.device("cpu"), scheme=scheme, aux_layers=(), pad_to=None, skip_padding=True,
+                device=torch.device("cpu"), scheme=side.scheme, aux_layers=(), pad_to=None, graph_sizes=(),
+                skip_padding=True, expert_parallel=True, all2all_backend=self.plan.case.all2all_backend,
+                lora_adapters=0,
             )  # fmt: skip
             self.bare[key] = engine, groups
         engine, groups = self.bare[key]

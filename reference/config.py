@@ -31,8 +31,7 @@ class ModelConfig:
     """One DeepSeek V3 or V3.2 model, by its published key names.
 
     ``index_topk`` is None for a model without the lightning indexer (V3). The last block holds settings that
-    published files do not have: engine settings that exclude sequence parallelism, and choices that sources
-    make differently.
+    published files do not have: choices that sources make differently.
     """
 
     model_type: str
@@ -68,8 +67,6 @@ class ModelConfig:
     latent_norm_eps: float = 1e-6  # of q_a_layernorm and kv_a_layernorm; engines use rms_norm_eps instead
     fused_eh_norm: bool = False  # an engine may run the MTP layer's two input norms as one kernel
     mtp_zero_first_embedding: bool = False  # vLLM zeroes the MTP embedding at position 0
-    pipeline_parallel_size: int = 1
-    lora_rank: int = 0
 
     @property
     def has_indexer(self) -> bool:

@@ -9,23 +9,18 @@ from spcheck.merge import ProbeResult
 from spcheck.phases import Phase
 
 
-def hints(result: ProbeResult, tp: int, phase: Phase | None) -> list[str]:
+def hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int = 1) -> list[str]:
     """Guesses at the cause, the most telling first."""
-    return list(_hints(result, tp, phase))
+    return list(_hints(result, tp, phase, dp))
 
 
-def _hints(result: ProbeResult, tp: int, phase: Phase | None) -> Iterator[str]:
+def _hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int) -> Iterator[str]:
     if result.note:
         yield result.note
     if result.replica is not None:
         yield f"the replicas on rank 0 and rank {result.replica['rank']} differ"
-    if result.ratio is not None and tp > 1:
-        if abs(result.ratio - tp) < 0.05 * tp:
-            yield f"{result.ratio:.3g} x the reference: summed {tp} times?"
-        elif abs(result.ratio - 1 / tp) < 0.05 / tp:
-            yield f"{result.ratio:.3g} x the reference: not summed over the {tp} ranks?"
-        else:
-            yield f"{result.ratio:.3g} x the reference: scaled?"
+    if result.ratio is not None and tp * dp > 1:
+        yield f"{result.ratio:.3g} x the reference: {_scaling(result.ratio, [tp, dp, tp * dp])}?"
     if result.max_rel == math.inf and not result.note:
         yield _why_infinite(result)
     if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 1:
@@ -34,6 +29,16 @@ def _hints(result: ProbeResult, tp: int, phase: Phase | None) -> Iterator[str]:
         request, position = phase.row(phase.real - 1)
         if (result.first["request"], result.first["position"]) == (request, position):
             yield "only the last row: trimming or padding?"
+
+
+def _scaling(ratio: float, groups: list[int]) -> str:
+    """``groups`` are the sizes of groups over which sums are taken."""
+    for size in (size for size in groups if size > 1):
+        if abs(ratio - size) < 0.05 * size:
+            return f"summed {size} times"
+        if abs(ratio - 1 / size) < 0.05 / size:
+            return f"not summed over the {size} ranks"
+    return "scaled"
 
 
 def _why_infinite(result: ProbeResult) -> str:

@@ -48,7 +48,10 @@ def _requests(_: click.Context, __: click.Parameter, value: str | None) -> Reque
     """``5,1/11/-``: the requests of each data-parallel rank, a dash for an idle one."""
     if value is None:
         return None
-    return tuple(() if here.strip() == "-" else _whole_numbers(here) for here in value.split("/"))
+    parts = [here.strip() for here in value.split("/")]
+    if "" in parts:
+        raise click.BadParameter(f"{value!r} has an empty part: an idle data-parallel rank is a dash, as in 5,1/-")
+    return tuple(() if here == "-" else _whole_numbers(here) for here in parts)
 
 
 def _graph_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:

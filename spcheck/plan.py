@@ -138,7 +138,10 @@ class Plan:
         """``target step``, ``draft step 1``; where there is a step before, its own are the ``previous step's``."""
         step, draft = (call, 0) if kind == "target" else divmod(call, max(self.case.mtp_steps, 1))
         previous = "previous step's " if kind != "cache" and step < len(self.steps) - 1 else ""
-        return previous + {"target": "target step", "draft": f"draft step {draft}", "cache": "caches"}[kind]
+        return (
+            previous
+            + {"target": "target step", "draft": f"draft step {draft}", "cache": "caches after the last step"}[kind]
+        )
 
     @property
     def folder(self) -> Path | None:

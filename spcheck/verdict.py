@@ -93,14 +93,14 @@ def sentence(result: ProbeResult, plan: Plan) -> str:
     """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
     dp_rank = (result.first or {}).get("dp") or 0
     phase = next((p for p in plan.phases[dp_rank] if (p.kind, p.call) == (result.phase, result.call)), None)
-    why = "; ".join(hints(result, plan.case.tp, phase))
+    why = "; ".join(hints(result, plan.case.tp, phase, plan.case.dp))
     return f"{label(result, plan)}: {_size(result, plan)}{f'; {why}' if why else ''}"
 
 
 def label(result: ProbeResult, plan: Plan) -> str:
     """The probe's name, with the forward unless it is the last target step."""
     forward = plan.forward_name(result.phase, result.call)
-    return result.probe if forward in ("target step", "caches") else f"{result.probe} ({forward})"
+    return result.probe if result.phase == "cache" or forward == "target step" else f"{result.probe} ({forward})"
 
 
 def _size(result: ProbeResult, plan: Plan) -> str:

@@ -31,6 +31,7 @@ def _document(c: Comparison) -> dict[str, Any]:
         "exit_code": c.verdict.exit_code,
         "scheme": c.verdict.scheme,
         "scheme_reason": c.verdict.reason,
+        "sides": {name: asdict(side) for name, side in c.plan.sides},
         "case": case.id,
         "numerics": _numerics(c),
         "choices": asdict(total_choices(c.results)),

@@ -105,7 +105,7 @@ def _table(c: Comparison, width: int) -> Table:
     taken = sum(least + 1 for *_, least in columns)
     table.add_column("at", no_wrap=True)
     for name, results in _groups(c):
-        *cells, at = _cells(results)
+        *cells, at = _cells(results, c.plan)
         table.add_row(name, *cells, escape(_fitted(at, width - taken - 1)))
     return table
 
@@ -145,23 +145,23 @@ def _line_order(name: str) -> tuple[int, int]:
     return kinds.index(name.split()[0]), number
 
 
-def _cells(results: list[ProbeResult]) -> list[str]:
+def _cells(results: list[ProbeResult], plan: Plan) -> list[str]:
     """Probes, equal ones, error, state and place: of the first probe that differs, else of the largest error."""
     seen = [r for r in results if r.rows]
     counts = [str(len(seen)), str(sum(r.bitwise_equal for r in seen))]
     if first := next((r for r in results if r.over), None):
-        return [*counts, *_error(first, "[red]DIFFERS[/]")]
+        return [*counts, *_error(first, plan, "[red]DIFFERS[/]")]
     if not seen:
         return [*counts, "", "nothing compared", ""]
     if straddled := next((r for r in seen if r.straddle), None):
-        return [*counts, *_error(straddled, "[yellow]straddle[/]")]
+        return [*counts, *_error(straddled, plan, "[yellow]straddle[/]")]
     worst = max(seen, key=lambda r: r.max_rel)
-    return [*counts, *_error(worst, "ok")] if worst.max_rel else [*counts, "0", "ok", ""]
+    return [*counts, *_error(worst, plan, "ok")] if worst.max_rel else [*counts, "0", "ok", ""]
 
 
-def _error(result: ProbeResult, state: str) -> list[str]:
+def _error(result: ProbeResult, plan: Plan, state: str) -> list[str]:
     size = "choice" if result.kind in ("set", "token") else f"{result.max_rel:.1e}"
-    return [size, state, f"{_brief(result)} {_short(result.probe)}".strip()]
+    return [size, state, f"{_brief(result, plan)} {_short(result.probe)}".strip()]
 
 
 def _short(probe: str) -> str:
@@ -169,11 +169,12 @@ def _short(probe: str) -> str:
     return probe.split(".", 3)[3] if layer_of(probe) is not None else probe.removeprefix("model.")
 
 
-def _brief(result: ProbeResult) -> str:
+def _brief(result: ProbeResult, plan: Plan) -> str:
     where = result.first or result.worst or result.replica
     if where is None or where.get("request") is None:
         return ""
-    return f"r{where['request']} t{where['position']}"
+    dp_rank = f"d{where['dp']} " if plan.case.dp > 1 else ""
+    return f"{dp_rank}r{where['request']} t{where['position']}"
 
 
 def _contracts(c: Comparison) -> Iterable[str]:

@@ -49,7 +49,7 @@ def main(backend):
     results = {}
     for name, bug in PARTINGS.items():
         scheme = "tp" if bug[0] is optimized.norms else "full-sp"
-        plan = make_plan(Case((5,), 2, backend=backend, scheme=scheme))
+        plan = make_plan(Case(((5,),), 2, backend=backend, scheme=scheme))
         with edited(*bug):
             begun = time.monotonic()
             reports = run(plan, backend, begun + (60 if backend == "loopback" else 4))

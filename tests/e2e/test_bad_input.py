@@ -58,7 +58,7 @@ def sound(tmp_path_factory):
     for name, shards in (("one", 1), ("three", 3)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(RAW))
-        config = load_model(Case((1,), 1, model=str(folder / name)))
+        config = load_model(Case(((1,),), 1, model=str(folder / name)))
         write_checkpoint(folder / name, RAW, RandomWeights(config, 0), shards=shards)
     return folder
 
@@ -76,7 +76,7 @@ def three(sound, tmp_path):
 def refusal(folder):
     """What the host says of the folder, as it is printed."""
     with pytest.raises(CheckpointError) as caught:
-        check_weights(make_plan(Case((3,), 2, model=str(folder))))
+        check_weights(make_plan(Case(((3,),), 2, model=str(folder))))
     return sentence(str(caught.value))
 
 
@@ -261,7 +261,7 @@ def test_links_of_a_download_cache_are_followed(three, tmp_path):
     for path in three.iterdir():
         path.rename(tmp_path / "blobs" / path.name)
         path.symlink_to(tmp_path / "blobs" / path.name)
-    check_weights(make_plan(Case((3,), 2, model=str(three))))
+    check_weights(make_plan(Case(((3,),), 2, model=str(three))))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user to be")
@@ -366,7 +366,7 @@ def test_a_config_that_is_none(tmp_path, content, says):
 def test_null_means_absent(one):
     absent = ["attention_bias", "quantization_config", "mlp_bias", "rope_interleave", "mlp_layer_types", "qk_head_dim"]
     (one / "config.json").write_text(json.dumps(RAW | dict.fromkeys(absent) | {"rope_parameters": None}))
-    check_weights(make_plan(Case((3,), 2, model=str(one))))
+    check_weights(make_plan(Case(((3,),), 2, model=str(one))))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_json_document(tmp_path):
     result = json.loads(target.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert result["schema"] == "spcheck.diff/1"
     assert (result["outcome"], result["scheme"], result["first_divergence"]) == ("EQUAL", "full-sp", None)
-    assert result["case"].startswith("spcheck diff --tp 2 --tokens 17 --model dsv32-tiny")
+    assert result["case"].startswith("spcheck diff --tp 2 --dp 1 --tokens 17")
     assert result["activations"]["compared"] == len(result["probes"]) == 200
     assert result["activations"]["bitwise_equal"] == 200
     assert result["numerics"]["guard"]["doubts"] == []
@@ -151,7 +151,7 @@ def test_a_checkpoint_folder(tmp_path):
 
     preset = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
     raw = json.loads(preset.read_text())
-    write_checkpoint(tmp_path, raw, RandomWeights(load_model(Case((1,), 1)), 3, own_tables=True))
+    write_checkpoint(tmp_path, raw, RandomWeights(load_model(Case(((1,),), 1)), 3, own_tables=True))
     folder = result_of("--tokens", "5", "--model", str(tmp_path), "--backend", "loopback", "--seed", "3")
     preset_run = result_of("--tokens", "5", "--backend", "loopback", "--seed", "3")
     assert folder["probes"] == preset_run["probes"]

@@ -226,7 +226,7 @@ def main(what, backend, seed, trials):
     gc.freeze()
     random.seed(f"{what} {backend} {seed}")
     planned = Planned()
-    plans = [make_plan(Case((5,), tp, backend=backend)) for tp in (2, 3)]
+    plans = [make_plan(Case(((5,),), tp, backend=backend)) for tp in (2, 3)]
     steps, patience = healthy(planned, plans[0], backend)
     done = 0
     while done < int(trials):
