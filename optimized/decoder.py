@@ -20,6 +20,7 @@ from optimized.norms import ResidualRMSNorm, RMSNorm
 from optimized.setup import Setup
 
 NormFactory = Callable[[Tensor, float], ResidualRMSNorm]
+HiddenAndResidual = tuple[Tensor, Tensor]
 
 
 class LayerNorms(NamedTuple):

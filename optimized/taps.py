@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from optimized.dataflows import is_between_shards
+from optimized.dataflows.moe_sp import is_between_shards
 from reference.config import ModelConfig
 
 Tap = tuple[str, str, int, str, str]

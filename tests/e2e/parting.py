@@ -8,7 +8,7 @@ import json
 import sys
 import time
 
-import optimized.dataflows
+import optimized.dataflows.full_sp
 import optimized.norms
 from fixtures.mutants import edited
 from spcheck.case import Case
@@ -24,7 +24,7 @@ SCATTER = "hidden = layer.sp.sp_reduce_scatter(layer.self_attn(full, positions, 
 HERE = "layer.sp.group.rank == 1"
 COPIES = "torch.cat([hidden] * layer.sp.group.size)"
 FIRST_TIME = 'tp.rank == 1 and "skipped" not in vars(tp) and not vars(tp).update(skipped=True)'
-BLOCK = (optimized.dataflows, "full_sp_block")
+BLOCK = (optimized.dataflows.full_sp, "full_sp_block")
 PARTINGS = {
     "skipped": (*BLOCK, GATHER, f"({COPIES} if {HERE} else layer.sp.sp_all_gather(hidden))[: positions.shape[0]]"),
     "repeated": (*BLOCK, GATHER, f"({HERE} and layer.sp.sp_all_gather(hidden), {GATHER})[1]"),

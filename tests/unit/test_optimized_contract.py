@@ -7,7 +7,8 @@ import pytest
 import torch
 from test_optimized_helpers import F64, Seen, build, close, groups, on_ranks, tiny, token_ids, weights
 
-from optimized.dataflows import DATAFLOWS, sp_region
+from optimized.dataflows import DATAFLOWS
+from optimized.dataflows.full_sp import sp_region
 from optimized.forward_context import DPMetadata, set_forward_context
 from optimized.loader import Loader
 from optimized.parallel_config import ParallelConfig
