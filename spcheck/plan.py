@@ -48,6 +48,11 @@ class Plan:
         return "float64" if self.case.numerics == "exact" else self.case.numerics
 
     @property
+    def wide_dtype(self) -> str:
+        """The type of router and index scores, never below float32."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
     def grid(self) -> Grid | None:
         """The grid of exact numerics: the asked one, or the usual one of the model's size; None where nothing snaps."""
         if self.case.numerics != "exact":

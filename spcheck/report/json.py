@@ -39,6 +39,7 @@ def _document(c: Comparison) -> dict[str, Any]:
             "rows": _contract(c.rows),
             "collectives": _contract(c.collectives),
             "work": _contract(c.work),
+            "memory": _contract(c.memory),
         },
         "first_divergence": c.verdict.first_divergence,
         "findings": [asdict(f) for f in c.verdict.findings],

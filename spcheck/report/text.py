@@ -185,6 +185,7 @@ def _contracts(c: Comparison) -> Iterable[str]:
         ("rows", "row counts", c.rows),
         ("collectives", "collectives", c.collectives),
         ("expert work", "expert counts", c.work),
+        ("memory", "sizes", c.memory),
     ):
         yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {ranks} rank{'s' if ranks > 1 else ''}"
 
