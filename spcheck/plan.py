@@ -139,6 +139,10 @@ class Plan:
         """The layer that draft step ``draft`` uses: the MTP layers in turn."""
         return self.config.num_hidden_layers + draft % self.config.num_nextn_predict_layers
 
+    def layer_name(self, layer: int) -> str:
+        """``layer 2 moe``."""
+        return f"layer {layer} {'moe' if self.config.is_moe_layer(layer) else 'dense'}"
+
     def forward_name(self, kind: str, call: int) -> str:
         """``target step``, ``draft step 1``; where there is a step before, its own are the ``previous step's``."""
         step, draft = (call, 0) if kind == "target" else divmod(call, max(self.case.mtp_steps, 1))

@@ -120,7 +120,7 @@ class _Table:
         yield self.of(f"{name}.shared_head", "vocabulary", self.vocabulary)
 
     def adapters(self, name: str, layer: int) -> Iterator[Weights]:
-        """A [r, inputs] and B [outputs, r] of every adapted projection; of a divided one the undivided side is whole."""
+        """A [r, inputs] and B [outputs, r] of every adapted projection; only the side that is divided there is here."""
         c, heads, width = self.config, self.config.num_attention_heads // self.t, self.mlp_width(layer)
         D, rq, latent = self.D, c.q_lora_rank, c.kv_lora_rank + c.qk_rope_head_dim
         query = heads * (c.qk_nope_head_dim + c.qk_rope_head_dim)
