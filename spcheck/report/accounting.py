@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"(layer|draft step) (\d+)(.*)")
 def accounting_lines(plan: Plan, sides: Mapping[str, SideAccount]) -> Iterator[str]:
     """A table for each side, of the case's own step on its fullest data-parallel rank; then both sides' totals."""
     yield ""
-    yield "collectives of one rank, in bytes of their arguments; of several layers or steps: of each"
+    yield "collectives of one rank with the bytes of their arguments; of layers 2-4: of each"
     for side in sides.values():
         yield ""
         yield from _side(plan, side)
@@ -56,8 +56,8 @@ def _merged(forwards: Sequence[Forward]) -> list[tuple[str, list[Traffic]]]:
     places = [(name, list(rows)) for f in forwards for name, rows in groupby(f.traffic, key=lambda row: row.place)]
     merged = []
     for _, alike in groupby(places, key=lambda place: (_NUMBERED.sub(r"\1\3", place[0]), _figures(place[1]))):
-        (first, rows), *_, (last, _) = [*alike] * 2
-        merged.append((_title(first, last), rows))
+        run = list(alike)
+        merged.append((_title(run[0][0], run[-1][0]), run[0][1]))
     return merged
 
 
