@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"(layer|draft step) (\d+)(.*)")
 def accounting_lines(plan: Plan, sides: Mapping[str, SideAccount]) -> Iterator[str]:
     """A table for each side, of the case's own step on its fullest data-parallel rank; then both sides' totals."""
     yield ""
-    yield "collectives of one rank with the bytes of their arguments; of layers 2-4: of each"
+    yield "collectives of one rank and the bytes of their arguments (layers 2-4: of each)"
     for side in sides.values():
         yield ""
         yield from _side(plan, side)
