@@ -70,8 +70,9 @@ _json_option = click.option(
 @case_options
 @click.option("-v", "--verbose", is_flag=True, help="Shows every probe, not only one line per layer.")
 @click.option("-q", "--quiet", is_flag=True, help="Shows one line: the verdict, and where it diverges first.")
+@click.option("--collectives", is_flag=True, help="Shows collectives, memory and what both sides cost, compared.")
 @_json_option
-def diff(json_target: str | None, verbose: bool, quiet: bool, **options: Any) -> None:
+def diff(json_target: str | None, verbose: bool, quiet: bool, collectives: bool, **options: Any) -> None:
     """Runs the pair on one case and compares every layer. --tokens or --requests is needed.
 
     \b
@@ -88,10 +89,12 @@ def diff(json_target: str | None, verbose: bool, quiet: bool, **options: Any) ->
     """
     if verbose and quiet:
         raise UsageError("give --verbose or --quiet, not both")
+    if collectives and quiet:
+        raise UsageError("give --collectives or --quiet, not both")
     case = case_of(options)
     target = None if json_target is None else JsonTarget(json_target)
     comparison = _compare(case)
-    _show(comparison, target, verbose=verbose, quiet=quiet)
+    _show(comparison, target, quiet=quiet, verbose=verbose, collectives=collectives)
     sys.exit(comparison.verdict.exit_code)
 
 
@@ -109,13 +112,13 @@ def _compare(case: Case) -> Comparison:
     return _compare(replace(case, grid="B")) if comparison.wants_coarser_grid else comparison
 
 
-def _show(comparison: Comparison, target: JsonTarget | None, *, verbose: bool, quiet: bool) -> None:
+def _show(comparison: Comparison, target: JsonTarget | None, *, quiet: bool, **shown: bool) -> None:
     from spcheck.report.json import to_json
     from spcheck.report.text import to_line, to_text
 
     to_stderr = target is not None and target.is_stdout
     color = wants_color(sys.stderr if to_stderr else sys.stdout)
-    text = to_line(comparison) if quiet else to_text(comparison, color=color, width=width(), verbose=verbose)
+    text = to_line(comparison) if quiet else to_text(comparison, color=color, width=width(), **shown)
     echo(text, err=to_stderr)
     if target is not None:
         target.write(to_json(comparison))

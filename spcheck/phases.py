@@ -129,3 +129,9 @@ def layer_of(name: str) -> int | None:
     """The decoder layer a probe, cache or module name belongs to, or None outside the layers."""
     match = re.match(r"model\.layers\.(\d+)(\.|$)", name)
     return int(match[1]) if match else None
+
+
+def module_of(parameter: str) -> str:
+    """The module of a layer, or of the model, that a parameter is in: ``model.layers.3.mlp``, ``model.norm``."""
+    match = re.match(r"(model\.layers\.\d+\.\w+|.*)\.", parameter)
+    return match[1] if match else ""

@@ -48,6 +48,11 @@ class Plan:
         return "float64" if self.case.numerics == "exact" else self.case.numerics
 
     @property
+    def wide_dtype(self) -> str:
+        """The type of router and index scores, never below float32."""
+        return "float32" if self.dtype == "bfloat16" else self.dtype
+
+    @property
     def grid(self) -> Grid | None:
         """The grid of exact numerics: the asked one, or the usual one of the model's size; None where nothing snaps."""
         if self.case.numerics != "exact":
@@ -133,6 +138,10 @@ class Plan:
     def mtp_layer(self, draft: int) -> int:
         """The layer that draft step ``draft`` uses: the MTP layers in turn."""
         return self.config.num_hidden_layers + draft % self.config.num_nextn_predict_layers
+
+    def layer_name(self, layer: int) -> str:
+        """``layer 2 moe``."""
+        return f"layer {layer} {'moe' if self.config.is_moe_layer(layer) else 'dense'}"
 
     def forward_name(self, kind: str, call: int) -> str:
         """``target step``, ``draft step 1``; where there is a step before, its own are the ``previous step's``."""

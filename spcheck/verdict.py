@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spcheck.contracts.accounting import SideAccount, account
 from spcheck.contracts.check import Breach, Checked, check_collectives, check_rows
 from spcheck.contracts.exactness import Exactness, check_exactness
+from spcheck.contracts.memory import check_memory
 from spcheck.contracts.rows import phases_of_probe
 from spcheck.contracts.work import check_work
 from spcheck.diagnose import hints
@@ -31,8 +33,10 @@ class Comparison:
     rows: Checked
     collectives: Checked
     work: Checked
+    memory: Checked
     exactness: Exactness | None
     verdict: Verdict
+    accounting: dict[str, SideAccount]
     environment: dict[str, Any]
     failure: Failure | None = None
 
@@ -60,6 +64,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     collectives = check_collectives(plan, reports)
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
+    contracts = (rows, collectives, work, check_memory(plan, reports))
     exactness = check_exactness(plan, reports)
     first = _first_over(plan.case.numerics, results)
     broken = explain(reports, plan.case.tp) if failure else None
@@ -69,7 +74,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     findings += _value_findings(plan, results, first, exactness)
     findings += _exactness_findings(plan, results, exactness)
     findings += _pairing_findings(plan, results, reports) if failure is None else []
-    findings += [_breach_finding(b) for c in (rows, collectives, work) for b in c.breaches]
+    findings += [_breach_finding(b) for c in contracts for b in c.breaches]
     findings += _scheme_findings(plan, reports)
     verdict = Verdict(
         outcome=outcome_of(len(_compared(results)), _equal(results), findings),
@@ -78,7 +83,8 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings=tuple(findings),
         first_divergence=_first_divergence(results, first, findings),
     )
-    return Comparison(plan, results, rows, collectives, work, exactness, verdict, environment, broken)
+    costs = account(plan, reports)
+    return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, broken)
 
 
 def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:

@@ -42,6 +42,7 @@ TORCH_FREE = {
     "spcheck.doctor.torch_facts",
     "spcheck.doctor.trial",
     "spcheck.launch.parent",
+    "spcheck.report.accounting",
     "spcheck.report.doctor",
     "spcheck.report.json",
     "spcheck.report.probes",

@@ -11,15 +11,16 @@ from spcheck.phases import Phase
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int64": 8}
 
 
 @dataclass(frozen=True)
 class Expected:
     """One collective as the table wants it; ``where`` is for messages.
 
-    ``shape`` is the argument's on each rank; with ``by_choice`` its rows depend on what tokens choose. ``sizes`` are
-    the row counts by rank that it must be told, None for those that are told none, or by choice.
+    ``shape`` is the argument's on each rank; with ``by_choice`` its rows depend on what tokens choose, and are the most
+    there can be. ``sizes`` are the row counts by rank that it must be told, None for those that are told none, or by
+    choice.
     """
 
     kind: str
@@ -32,8 +33,8 @@ class Expected:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the argument on one rank."""
-        return math.prod(self.shape) * _BYTES[self.dtype]
+        """Bytes of the argument on one rank, by choice at most."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def expected_collectives(plan: Plan, side: SidePlan, dp_rank: int, number: int) -> list[Expected]:
@@ -151,9 +152,8 @@ class _Table:
         k = self.config.num_experts_per_tok
         sizes = self.dispatched_sizes()
         own = self.m if self.side.sharded else self.n
-        weights = "float32" if self.dtype == "bfloat16" else self.dtype
         hidden = (self.config.hidden_size, self.dtype)
-        tensors = [hidden, (k, "int64"), (k, weights)]
+        tensors = [hidden, (k, "int64"), (k, self.plan.wide_dtype)]
         if self.plan.case.all2all_backend == "allgather_reducescatter":
             yield from (self.routed("all_gatherv", own, what, where, sizes) for what in tensors)
             yield self.routed("reduce_scatterv", sum(sizes), hidden, where, sizes)
@@ -163,8 +163,9 @@ class _Table:
         else:
             ones = (1,) * len(sizes)
             yield Expected("all_to_all", self.dispatch_group, (len(sizes),), "int64", where, ones)
-            for what in (*tensors, hidden):
-                yield replace(self.routed("all_to_all", own, what, where), by_choice=True)
+            owners = min(k, len(sizes)) if self.plan.case.expert_parallel else len(sizes)
+            for rows, what in (*((own * owners, what) for what in tensors), (sum(sizes), hidden)):
+                yield replace(self.routed("all_to_all", rows, what, where), by_choice=True)
 
     def routed(
         self, kind: str, rows: int, what: tuple[int, str], where: str, sizes: tuple[int, ...] | None = None

@@ -12,6 +12,7 @@ from spcheck.contracts.check import Checked
 from spcheck.exact import STEP_BOUND
 from spcheck.judge import BOUNDS
 from spcheck.merge import total_choices
+from spcheck.report.accounting import accounting_json
 from spcheck.verdict import Comparison
 
 SCHEMA = "spcheck.diff/1"
@@ -40,7 +41,9 @@ def _document(c: Comparison) -> dict[str, Any]:
             "rows": _contract(c.rows),
             "collectives": _contract(c.collectives),
             "work": _contract(c.work),
+            "memory": _contract(c.memory),
         },
+        "accounting": accounting_json(c.accounting),
         "first_divergence": c.verdict.first_divergence,
         "findings": [asdict(f) for f in c.verdict.findings],
         "failure": None if c.failure is None else asdict(c.failure),

@@ -16,6 +16,7 @@ from spcheck.merge import ProbeResult, total_choices
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
 from spcheck.printable import printable
+from spcheck.report.accounting import accounting_lines
 from spcheck.report.failure import failure_lines
 from spcheck.report.probes import probe_lines
 from spcheck.schemes import SP_SCHEMES
@@ -25,8 +26,13 @@ _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "D
 _MAX_FINDINGS = 12
 
 
-def to_text(comparison: Comparison, *, color: bool = False, width: int = 80, verbose: bool = False) -> str:
-    """The report. Meaning never hangs on colour: every line says its state in a word. ``verbose`` adds every probe."""
+def to_text(
+    comparison: Comparison, *, color: bool = False, width: int = 80, verbose: bool = False, collectives: bool = False
+) -> str:
+    """The report. Meaning never hangs on colour: every line says its state in a word.
+
+    ``verbose`` adds every probe, ``collectives`` what both sides cost.
+    """
     console = Console(
         file=StringIO(), width=width, force_terminal=color, no_color=not color, highlight=False, soft_wrap=True
     )
@@ -37,7 +43,15 @@ def to_text(comparison: Comparison, *, color: bool = False, width: int = 80, ver
             console.print(escape(line))
         if comparison.results:
             console.print(_table(comparison, width))
-        parts = (_contracts, _exactness, _choices, _findings, _failure, _verdict)
+        parts = (
+            _contracts,
+            _exactness,
+            _choices,
+            *([_accounting] if collectives else []),
+            _findings,
+            _failure,
+            _verdict,
+        )
         for line in (line for part in parts for line in part(comparison)):
             console.print(line)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
@@ -136,7 +150,7 @@ def _line_of(result: ProbeResult, plan: Plan) -> str:
         return f"{forward} (layer {layer})"
     if layer is None:
         return "embedding" if result.probe.startswith("model.embed_tokens") else "norm, aux, logits"
-    return f"layer {layer} {'moe' if plan.config.is_moe_layer(layer) else 'dense'}"
+    return plan.layer_name(layer)
 
 
 def _line_order(name: str) -> tuple[int, int]:
@@ -186,6 +200,7 @@ def _contracts(c: Comparison) -> Iterable[str]:
         ("rows", "row counts", c.rows),
         ("collectives", "collectives", c.collectives),
         ("expert work", "expert counts", c.work),
+        ("memory", "sizes", c.memory),
     ):
         yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {ranks} rank{'s' if ranks > 1 else ''}"
 
@@ -207,6 +222,10 @@ def _exactness(c: Comparison) -> Iterable[str]:
         state = "[red]BROKEN[/]" if e.all_doubts else "kept  "
         yield f"exactness    {state}  {e.products} products of at most {e.tightest.bits:.1f} of {LIMIT} bits"
         yield f"             tightest: {escape(e.tightest.name)}"
+
+
+def _accounting(c: Comparison) -> Iterable[str]:
+    return map(escape, accounting_lines(c.plan, c.accounting))
 
 
 def _state(checked: Checked) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import nn
 
 from spcheck.case import Case
 from spcheck.comm.interface import Communicator, World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
 from spcheck.comm.trace import Trace
+from spcheck.phases import module_of
 from spcheck.place import groups_of
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
@@ -24,9 +27,13 @@ from spcheck.worker.weights import open_weights
 
 @dataclass
 class Built:
-    """An engine and everything that hangs on it. ``groups`` are the communicators it was handed."""
+    """An engine and everything that hangs on it. ``groups`` are the communicators it was handed.
+
+    ``parameters`` are the bytes that each of its modules holds (:func:`spcheck.phases.module_of`).
+    """
 
     engine: Engine
+    parameters: dict[str, int]
     packed: bool
     taps: Mapping[str, Tap]
     groups: dict[str, Recorded]
@@ -107,6 +114,7 @@ def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Re
     )
     return Built(
         engine=cast(Engine, root),
+        parameters=_parameter_bytes(root),
         packed=subject.BATCHING == "packed",
         taps=taps,
         groups=groups,
@@ -116,6 +124,15 @@ def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Re
         snapper=Snapper(root, plan.config, plan.grid, watch=side == plan.reference) if plan.grid else None,
         replay=Replay(root, taps),
     )
+
+
+def _parameter_bytes(root: nn.Module) -> dict[str, int]:
+    """Bytes by module; what lies at one place in memory under two names counts for the first."""
+    places = {x.data_ptr(): (module_of(name), x.nbytes) for name, x in reversed(list(root.named_parameters()))}
+    held: Counter[str] = Counter()
+    for module, size in places.values():
+        held[module] += size
+    return dict(held)
 
 
 def side_taps(side: SidePlan, plan: Plan) -> dict[str, Tap]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ class Side:
     def __init__(self, side: SidePlan, plan: Plan, world: World, tokens: list[Tensor], pool: EnginePool) -> None:
         """``tokens[i]`` are the new ids of request ``i`` of this data-parallel rank, on the subject's device."""
         self.plan = side
-        self.log: dict[str, Any] = {"rows": [], "collectives": {}, "work": [], "silent": []}
+        self.log: dict[str, Any] = {"rows": [], "collectives": {}, "work": [], "silent": [], "row_bytes": {}}
         self.received: dict[str, tuple[int, ...]] = {}
         """Module -> the rows that its last all-to-all of expert ids got from each rank."""
         self._plan = plan
@@ -60,7 +61,7 @@ class Side:
         built.padding.start(case.padding_content, case.seed)
         if built.snapper:
             built.snapper.start()
-        self.log["scheme"] = built.engine.scheme
+        self.log |= {"scheme": built.engine.scheme, "parameters": built.parameters}
         built.engine.start(self._plan.lengths(dp_rank), self._plan.adapters(dp_rank))
 
     @property
@@ -160,6 +161,8 @@ class Side:
                 self.log["work"].append([piece.probe, phase.call, [int(n) for n in piece.value.tolist()]])
             elif tap.compared and not tap.routed:
                 rows.setdefault(piece.probe, []).append(piece.value.shape[0])
+            if tap.kind == "value":
+                self.log["row_bytes"][piece.probe] = math.prod(piece.value.shape[1:]) * piece.value.element_size()
             self._see_residual(phase, piece, tap)
         self.log["rows"] += [[probe, phase.call, counts] for probe, counts in rows.items()]
         self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
