@@ -192,10 +192,10 @@ def test_all_to_all_has_counts_first_and_rows_by_choice():
     calls = [c for c in expected_collectives(plan, SIDES["full-sp"], 0, 0) if c.group == "ep"]
     assert [(c.shape, c.dtype, c.by_choice) for c in calls[:5]] == [
         ((4,), "int64", False),
-        ((3, 96), "float64", True),
-        ((3, 4), "int64", True),
-        ((3, 4), "float64", True),
-        ((3, 96), "float64", True),
+        ((12, 96), "float64", True),  # at most every own row to each of four ranks
+        ((12, 4), "int64", True),
+        ((12, 4), "float64", True),
+        ((18, 96), "float64", True),  # and back: at most every row of all ranks, 3 + 3 + 6 + 6
     ]
     assert len(calls) == 15
 
