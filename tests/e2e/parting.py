@@ -22,7 +22,7 @@ from tests.e2e.trials import run
 GATHER = "layer.sp.sp_all_gather(hidden)[: positions.shape[0]]"
 SCATTER = "hidden = layer.sp.sp_reduce_scatter(layer.self_attn(full, positions, attn))"
 HERE = "layer.sp.group.rank == 1"
-COPIES = "torch.cat([hidden] * layer.sp.group.size)"
+COPIES = "hidden.repeat(layer.sp.group.size, 1)"
 FIRST_TIME = 'tp.rank == 1 and "skipped" not in vars(tp) and not vars(tp).update(skipped=True)'
 BLOCK = (optimized.dataflows.full_sp, "full_sp_block")
 PARTINGS = {
