@@ -10,7 +10,7 @@ import time
 
 import optimized.dataflows.full_sp
 import optimized.norms
-from fixtures.mutants import edited
+from fixtures.seams import edited
 from spcheck.case import Case
 from spcheck.failure import failure_sentence
 from spcheck.plan import make_plan

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fixtures.mutants import edited
+from fixtures.seams import edited
 from optimized.sp import SequenceParallel
 from spcheck.case import Case
 from spcheck.report.text import to_text
