@@ -28,6 +28,12 @@ AXES: dict[str, tuple[Value, ...]] = {
     "router": ("groups", "one-group", "unnormalised"),
 }
 
+DEEP: tuple[tuple[str, ...], ...] = (
+    ("tp", "dp", "scheme", "all2all_backend", "skip_padding", "padding_content"),
+    ("tp", "scheme", "first"),
+)
+"""Axes whose values meet in threes: where sequence parallelism broke most often in the field."""
+
 GRAPH_SIZES = (1, 2, 4, *range(8, 65, 8))
 _ROOM = {"snug": 0, "loose": 1, "wide": 6}  # rows that pad_to has over the largest DP rank's
 # An earlier step, cut to the DP ranks there are. No first rank of AXES has as many rows, and other ranks idle.

@@ -1,7 +1,8 @@
-"""Writes ``covering.json``: a pairwise covering array over the axes, of cases that cost as little as they can.
+"""Writes ``covering.json``: a covering array over the axes, of cases that cost as little as they can.
 
-Greedy: of some candidates, each grown around a pair that is still missing, the one that covers most missing pairs for
-its cost is taken. Deterministic. Run as ``python -m tests.matrix.make_covering``.
+It is pairwise, and of the axes of ``DEEP`` it holds every three values. Greedy: of some candidates, each grown around
+values that have not met, the one where most meet for the first time, for its cost, is taken. Deterministic.
+Run as ``python -m tests.matrix.make_covering``.
 """
 
 from __future__ import annotations
@@ -9,44 +10,56 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
-from tests.matrix.axes import AXES, Row, Value, completions, world
+from tests.matrix.axes import AXES, DEEP, Row, Value, completions, world
 
 FILE = Path(__file__).with_name("covering.json")
 _CANDIDATES = 12
-Pair = tuple[tuple[str, Value], tuple[str, Value]]
+Meeting = tuple[tuple[str, Value], ...]
+"""Values of two or three axes, axes in their order."""
 
 
-def pairs_of(row: Row) -> set[Pair]:
-    """The pairs of values that a row holds, axes in their order."""
-    return set(combinations(((axis, row[axis]) for axis in AXES if axis in row), 2))
+def meeting_axes() -> list[tuple[str, ...]]:
+    """The axes whose values must meet: every two, and of a deep group every three."""
+    threes = {axes: None for group in DEEP for axes in combinations(group, 3)}
+    return [*combinations(AXES, 2), *threes]
 
 
-def all_pairs() -> list[Pair]:
-    """Every pair of values of two axes, whether or not a valid row holds it."""
-    return [((a, x), (b, y)) for a, b in combinations(AXES, 2) for x in AXES[a] for y in AXES[b]]
+_MEETING_AXES = meeting_axes()
+
+
+def meetings_of(row: Row) -> set[Meeting]:
+    """Those that a row, maybe of some axes only, holds."""
+    return {tuple((a, row[a]) for a in axes) for axes in _MEETING_AXES if row.keys() >= set(axes)}
+
+
+def all_meetings() -> list[Meeting]:
+    """Every one there is, whether or not a valid row holds it."""
+    values = [(axes, product(*(AXES[axis] for axis in axes))) for axes in _MEETING_AXES]
+    return [tuple(zip(axes, row, strict=True)) for axes, rows in values for row in rows]
 
 
 def covering() -> list[Row]:
-    """Rows that hold every pair some valid row holds; cheap worlds first."""
+    """Rows that hold every meeting some valid row holds; cheap worlds first."""
     rng = random.Random(0)
-    missing = {pair: None for pair in all_pairs() if _possible(dict(pair))}  # an ordered set
+    missing = {meeting: None for meeting in all_meetings() if _possible(dict(meeting))}  # an ordered set
     rows: list[Row] = []
     while missing:
         seeds = rng.choices(list(missing), k=_CANDIDATES)
         candidates = [_grown(dict(seed), missing, rng) for seed in seeds]
-        rows.append(max(candidates, key=lambda row: len(pairs_of(row) & missing.keys()) / _cost(row)))
-        missing = {pair: None for pair in missing if pair not in pairs_of(rows[-1])}
+        rows.append(max(candidates, key=lambda row: len(meetings_of(row) & missing.keys()) / _cost(row)))
+        held = meetings_of(rows[-1])
+        missing = {meeting: None for meeting in missing if meeting not in held}
     return sorted(_thinned(rows), key=world)
 
 
-def _grown(row: Row, missing: dict[Pair, None], rng: random.Random) -> Row:
+def _grown(row: Row, missing: dict[Meeting, None], rng: random.Random) -> Row:
     """The row completed axis by axis, each time with the possible value that covers most."""
     for axis in rng.sample(sorted(AXES.keys() - row.keys()), len(AXES) - len(row)):
         choices = [row | {axis: value} for value in AXES[axis] if _possible(row | {axis: value})]
-        row = max(choices, key=lambda longer: (len(pairs_of(longer) & missing.keys()) / _cost(longer), rng.random()))
+        row = max(choices, key=lambda longer: (len(meetings_of(longer) & missing.keys()) / _cost(longer), rng.random()))
     return row
 
 
@@ -60,13 +73,13 @@ def _cost(row: Row) -> int:
 
 
 def _thinned(rows: list[Row]) -> list[Row]:
-    """Without the rows, dear ones first, whose pairs are all held by others."""
-    held = Counter(pair for row in rows for pair in pairs_of(row))
+    """Without the rows, dear ones first, whose meetings are all held by others."""
+    held = Counter(meeting for row in rows for meeting in meetings_of(row))
     kept = list(rows)
     for row in sorted(rows, key=_cost, reverse=True):
-        if all(held[pair] > 1 for pair in pairs_of(row)):
+        if all(held[meeting] > 1 for meeting in meetings_of(row)):
             kept.remove(row)
-            held.subtract(pairs_of(row))
+            held.subtract(meetings_of(row))
     return kept
 
 

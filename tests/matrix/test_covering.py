@@ -7,7 +7,7 @@ import pytest
 from spcheck.case import Case
 from spcheck.worker.built import EnginePool
 from tests.conftest import compare_case
-from tests.matrix.axes import AXES, RULES, case_of, is_valid, requests_of
+from tests.matrix.axes import AXES, DEEP, RULES, case_of, is_valid, requests_of
 from tests.matrix.corners import CORNERS
 from tests.matrix.make_covering import FILE, covering, read, text
 
@@ -63,6 +63,17 @@ def test_the_array_is_valid_and_small():
     assert all(row[axis] in AXES[axis] for row in ROWS for axis in AXES)
     assert all(map(is_valid, ROWS))
     assert len({str(row) for row in ROWS}) == len(ROWS)
+
+
+def test_three_deep_values_meet_wherever_they_can():
+    """By brute force over the axes that rules read, as below for pairs; for any two of the three are not enough."""
+    read_by_rules = {axis for rule in RULES for axis in rule.axes}
+    for axes in {axes for group in DEEP for axes in combinations(group, 3)}:
+        seen = {tuple(row[axis] for axis in axes) for row in ROWS}
+        for values in set(product(*(AXES[axis] for axis in axes))) - seen:
+            fixed = dict(zip(axes, values, strict=True))
+            free = {axis: (fixed[axis],) if axis in fixed else AXES[axis] for axis in AXES if axis in read_by_rules}
+            assert not any(is_valid({**fixed, **dict(zip(free, row, strict=True))}) for row in product(*free.values()))
 
 
 def pairs_outside(rows):
