@@ -174,7 +174,7 @@ def nothing_left():
 
 
 def check(plan, reports, rank, what, step):
-    failure = explain(reports)
+    failure = explain(reports, plan.case.tp)
     assert failure is not None, "no rank failed"
     told = {state.rank: state for state in failure.ranks}
     assert failure.first == rank, (failure, failure_sentence(reports))
@@ -211,7 +211,7 @@ def healthy(planned, plan, backend):
 
 def trial(planned, plan, backend, what, at, patience):
     """One deed; None if it was not come to."""
-    rank = random.randrange(plan.case.tp)
+    rank = random.randrange(plan.case.ranks)
     planned.plan(rank, at, globals()[f"the_deed_of_{what}"])
     with nothing_left():
         begun = time.monotonic()
@@ -219,14 +219,15 @@ def trial(planned, plan, backend, what, at, patience):
         if not planned.done:
             return None
         sentence = check(plan, reports, rank, what, at)
-    return f"tp {plan.case.tp}, step {at}, {time.monotonic() - begun:.1f} s: {sentence}"
+    return f"tp {plan.case.tp}, dp {plan.case.dp}, step {at}, {time.monotonic() - begun:.1f} s: {sentence}"
 
 
 def main(what, backend, seed, trials):
     gc.freeze()
     random.seed(f"{what} {backend} {seed}")
     planned = Planned()
-    plans = [make_plan(Case(((5,),), tp, backend=backend)) for tp in (2, 3)]
+    worlds = [(((5,),), 2), (((5,),), 3), (((5,), (3, 2)), 2)]
+    plans = [make_plan(Case(requests, tp, backend=backend)) for requests, tp in worlds]
     steps, patience = healthy(planned, plans[0], backend)
     done = 0
     while done < int(trials):

@@ -1,28 +1,49 @@
-"""Any case that can exist is found EQUAL: row counts, padding, ranks and drafts drawn at random."""
+"""Any case that can exist is found EQUAL: worlds, dataflows, row counts, padding and drafts drawn at random."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spcheck.case import Case
+from spcheck.case import ALL2ALL_BACKENDS, Case
 from spcheck.worker.built import EnginePool
 from tests.conftest import compare_case
 
 POOL = EnginePool(limit=24)
+WORLDS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3), (1, 6)]
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+
+
+def requests_of(dp):
+    here = st.lists(st.integers(1, 20), max_size=3).map(tuple)
+    return st.lists(here, min_size=dp, max_size=dp).map(tuple)
 
 
 @st.composite
 def cases(draw):
-    requests = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
-    padding = draw(st.none() | st.integers(0, 9))
+    tp, dp = draw(st.sampled_from(WORLDS))
+    requests = draw(requests_of(dp).filter(any))
+    previous = draw(st.none() | requests_of(dp))
+    most = max(sum(here) for here in (*requests, *(previous or ())))
+    padding = draw(st.sampled_from(["none", "sizes", *range(10)]))
+    adapters = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    expert_parallel = draw(st.sampled_from([True, True, True, False]))
+    sp = tp > 1 and expert_parallel and not adapters
     return Case(
-        requests=(requests,),
-        tp=draw(st.sampled_from([1, 2, 3, 4, 6])),
-        scheme=draw(st.sampled_from(["auto", "tp"])),
+        requests=requests,
+        tp=tp,
+        previous=previous,
+        expert_parallel=expert_parallel,
+        all2all_backend=draw(st.sampled_from(ALL2ALL_BACKENDS)),
+        lora_rank=3 if adapters else 0,
+        lora_adapters=adapters,
+        model=draw(st.sampled_from(["dsv32-tiny", "dsv32-alternating"])),
+        scheme=draw(st.sampled_from(["auto", "tp", "moe-sp"] if sp else ["auto", "tp"])),
         mtp_steps=draw(st.integers(0, 3)),
         aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 5), max_size=3)))),
-        pad_to=None if padding is None else sum(requests) + padding,
+        pad_to=most + padding if isinstance(padding, int) else None,
+        graph_sizes=GRAPH_SIZES if padding == "sizes" else (),
         skip_padding=draw(st.booleans()),
-        padding_content=draw(st.sampled_from(["zero", "random", "nan"])),
+        # Stale rows without a previous step get one that fills the padded rows, which is a case of its own.
+        padding_content=draw(st.sampled_from(["zero", "random", "nan", "stale"])),
         seed=draw(st.integers(0, 5)),
         reference_world=draw(st.sampled_from([None, 1])),
         backend="loopback",
