@@ -56,16 +56,25 @@ def check_collectives(plan: Plan, reports: Reports) -> Checked:
     """Every collective of every forward on every rank of both subjects, in order."""
     checked, breaches = 0, []
     for subject, side in plan.sides:
-        for dp_rank, phases in enumerate(plan.phases):
+        for dp_rank in range(plan.case.dp):
             here = [r for r in reports if plan.place(r["rank"]).dp_rank == dp_rank]
-            for number, phase in enumerate(phases):
+            for number, phase in enumerate(plan.phases[dp_rank]):
                 wanted = expected_collectives(plan, side, dp_rank, number)
-                for report in here:
-                    seen = report.get(subject, {}).get("collectives", {}).get(f"{phase.kind} {phase.call}")
-                    if seen is not None:
-                        checked += len(seen)
-                        breaches += _Calls(subject, side, report["rank"], phase).wrong(wanted, seen, "error" in report)
+                seen = [(r, calls) for r in here if (calls := _seen_calls(r, subject, phase)) is not None]
+                checked += sum(len(calls) for _, calls in seen)
+                wrong = [
+                    _Calls(subject, side, r["rank"], phase).wrong(wanted, calls, "error" in r) for r, calls in seen
+                ]
+                breaches += [breach for found in wrong for breach in found]
     return Checked(checked, first_of_each_place(breaches))
+
+
+def _seen_calls(report: dict[str, Any], subject: str, phase: Phase) -> list[dict[str, Any]] | None:
+    """What a rank called in one forward of a subject; None where it did not come to it."""
+    calls: list[dict[str, Any]] | None = (
+        report.get(subject, {}).get("collectives", {}).get(f"{phase.kind} {phase.call}")
+    )
+    return calls
 
 
 def _wrong_rows(
