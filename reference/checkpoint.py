@@ -213,13 +213,14 @@ class RandomWeights:
 
 
 class RandomAdapters(RandomWeights):
-    """LoRA adapters ``adapters.0``, ``adapters.1``, ... for any config by seed; lora_alpha is twice the rank."""
+    """LoRA adapters ``adapters.0``, ``adapters.1``, ... for any config by seed; lora_alpha / r is 2 and 0.5 in turn."""
 
     def __init__(self, config: ModelConfig, seed: int, *, rank: int, adapters: int) -> None:
         super().__init__(config, seed)
         shapes = adapter_shapes(config, rank)
         self._shapes = {f"adapters.{i}.{name}": shape for i in range(adapters) for name, shape in shapes.items()}
-        self._made = {f"adapters.{i}.lora_alpha": torch.tensor([2.0 * rank]) for i in range(adapters)}
+        scalings = {i: 0.5 if i % 2 else 2.0 for i in range(adapters)}  # not all alike: one may be taken for another
+        self._made = {f"adapters.{i}.lora_alpha": torch.tensor([s * rank]) for i, s in scalings.items()}
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -92,6 +92,7 @@ def _moe(config: ModelConfig, prefix: str) -> Iterator[tuple[str, Tap]]:
     yield "mlp.gate.choose.in", _in("mlp.gate.choose", kind="scores")
     yield "mlp.gate.choose.out", _out("mlp.gate.choose", kind="set")
     yield "mlp.gate.weigh.out", _out("mlp.gate.weigh", kind=f"by:{prefix}.mlp.gate.choose.out")
+    yield "mlp.experts.order", ("mlp.experts", "in", 1, "Replicate", "order")
     yield "mlp.experts.act_fn.out", _out("mlp.experts.act_fn", "Shard(1)", f"routed:{prefix}.mlp.gate.choose.out")
     yield "mlp.experts.out", _out("mlp.experts", "Partial")
     yield "mlp.shared_experts.act_fn.out", _out("mlp.shared_experts.act_fn", "Shard(1)")

@@ -15,12 +15,16 @@ SP_SCHEMES = ("moe-sp", "full-sp")
 
 @dataclass(frozen=True)
 class SidePlan:
-    """One side: subject ``subject`` in dataflow ``scheme``, on ``tp`` ranks of each data-parallel rank."""
+    """One side: subject ``subject`` in dataflow ``scheme``, on ``tp`` ranks of each data-parallel rank.
+
+    ``asked`` is what it is told to run: of ``auto`` it must make ``scheme`` by itself.
+    """
 
     subject: str
     scheme: str
     reason: str
     tp: int
+    asked: str = "auto"
 
     @property
     def module(self) -> str:
@@ -65,14 +69,15 @@ def _side(case: Case, option: str, name: str, scheme: str, tp: int) -> SidePlan:
     if subject == "reference" and not colon:
         if scheme != "auto":
             raise UsageError(f"--scheme {scheme} is for a candidate that has schemes, and {name} has none")
-        return SidePlan(subject, PLAIN, "the only dataflow of the reference", tp)
+        return SidePlan(subject, PLAIN, "the only dataflow of the reference", tp, asked=PLAIN)
     if subject != "optimized" or (colon and own not in SCHEMES):
         known = ", ".join(["reference", "optimized", *(f"optimized:{s}" for s in SCHEMES[1:])])
         raise UsageError(f"{option} {name} is not one of {known}")
     if colon and scheme not in ("auto", own):
         raise UsageError(f"--scheme {scheme} contradicts {option} {name}")
+    asked = own if colon else scheme
     asked_by = f"{option} {name}" if colon else f"--scheme {scheme}"
-    return SidePlan(subject, *resolve_scheme(case, own if colon else scheme, asked_by), tp)
+    return SidePlan(subject, *resolve_scheme(case, asked, asked_by), tp, asked)
 
 
 def resolve_scheme(case: Case, asked: str, asked_by: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ class CollectiveRecord:
     `order` counts this rank's calls in all groups that share the log; `kind` is the method's name. `shape`, `dtype`
     (without "torch.") and `bytes` are the argument's: `()`, "" and 0 for a barrier. `module` is the innermost probed
     module at the time, empty outside all of them. `sizes` are the row counts by rank of a call that has them, of an
-    all_to_all those it sends; `receive` those it receives.
+    all_to_all those it sends, of a broadcast its source; `receive` those that an all_to_all receives.
     """
 
     order: int
@@ -92,7 +92,7 @@ class Recorded:
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """See Communicator."""
-        self._record("broadcast", x)
+        self._record("broadcast", x, (source,))
         return self._left(self._communicator.broadcast(x, source))
 
     def barrier(self) -> None:

@@ -158,7 +158,8 @@ class _Table:
             yield from (self.routed("all_gatherv", own, what, where, sizes) for what in tensors)
             yield self.routed("reduce_scatterv", sum(sizes), hidden, where, sizes)
         elif self.plan.case.all2all_backend == "naive":
-            yield from (self.routed("broadcast", rows, what, where) for what in tensors for rows in sizes)
+            for what in tensors:
+                yield from (self.routed("broadcast", n, what, where, (source,)) for source, n in enumerate(sizes))
             yield self.routed("all_reduce", sum(sizes), hidden, where)
         else:
             ones = (1,) * len(sizes)

@@ -22,6 +22,9 @@ def check_work(plan: Plan, reports: Reports, other_choices: Collection[tuple[str
     """
     if plan.candidate.plain:
         return Checked(0, ())
+    misshapen = _misshapen(plan, reports)
+    if misshapen:
+        return Checked(1, first_of_each_place(misshapen))
     wanted = _chosen(plan, reports)
     checked, breaches = 0, []
     for rank, done in _work(plan, reports):
@@ -34,6 +37,23 @@ def check_work(plan: Plan, reports: Reports, other_choices: Collection[tuple[str
             breaches += _wrong_work(plan, f"{layer}.mlp.experts.work", call, expected, counts, rank)
     travelled = _wrong_travel(plan, reports, other_choices)
     return Checked(checked, first_of_each_place([*breaches, *travelled]))
+
+
+def _local_experts(plan: Plan) -> int:
+    """Experts of which a rank has a part."""
+    experts = plan.config.n_routed_experts
+    return experts // plan.case.ranks if plan.case.expert_parallel else experts
+
+
+def _misshapen(plan: Plan, reports: Reports) -> list[Breach]:
+    """Ranks that hold another number of experts than the case gives them: their counts cannot be held against any."""
+    local, breaches = _local_experts(plan), []
+    for report in reports:
+        for probe, call, counts in report.get("candidate", {}).get("work", []):
+            if len(counts) != local:
+                message = f"{probe}: rank {report['rank']} has {len(counts)} experts, {local} expected"
+                breaches.append(Breach("work", message, "candidate", probe, call, report["rank"]))
+    return breaches
 
 
 def _chosen(plan: Plan, reports: Reports) -> dict[_Key, list[int]]:
@@ -54,7 +74,7 @@ def _work(plan: Plan, reports: Reports) -> Iterator[tuple[int | None, dict[_Key,
         for rank, log in logs.items():
             yield rank, {_key(probe, call): counts for probe, call, counts in log}
         return
-    local = plan.config.n_routed_experts // plan.case.ranks
+    local = _local_experts(plan)
     done: dict[_Key, list[int]] = {}
     for rank, log in logs.items():
         for probe, call, counts in log:

@@ -103,7 +103,7 @@ def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Re
         groups,
         dtype=getattr(torch, plan.dtype),
         device=device,
-        scheme=side.scheme,
+        scheme=side.asked,
         aux_layers=case.aux_layers,
         pad_to=case.pad_to,
         graph_sizes=case.graph_sizes,
@@ -112,23 +112,28 @@ def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Re
         all2all_backend=case.all2all_backend,
         lora_adapters=case.lora_adapters,
     )
+    capture = Capture(root, taps)
     return Built(
         engine=cast(Engine, root),
         parameters=_parameter_bytes(root),
         packed=subject.BATCHING == "packed",
         taps=taps,
         groups=groups,
-        capture=Capture(root, taps),
+        capture=capture,
         padding=PaddingWriter(root, list(subject.padding_inputs(plan.config))),
         # The guard bounds the reference's values.
         snapper=Snapper(root, plan.config, plan.grid, watch=side == plan.reference) if plan.grid else None,
-        replay=Replay(root, taps),
+        replay=Replay(root, taps, capture.goes_on_with),
     )
 
 
 def _parameter_bytes(root: nn.Module) -> dict[str, int]:
-    """Bytes by module; what lies at one place in memory under two names counts for the first."""
-    places = {x.data_ptr(): (module_of(name), x.nbytes) for name, x in reversed(list(root.named_parameters()))}
+    """Bytes by module, of whole storages: a slice keeps all of what it is cut from.
+
+    What lies in one storage under two names counts for the first.
+    """
+    named = [(name, x.untyped_storage()) for name, x in reversed(list(root.named_parameters()))]
+    places = {storage.data_ptr(): (module_of(name), storage.nbytes()) for name, storage in named}
     held: Counter[str] = Counter()
     for module, size in places.values():
         held[module] += size

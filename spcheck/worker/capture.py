@@ -70,6 +70,11 @@ class Capture:
         pieces, self.pieces = self.pieces, []
         return pieces
 
+    def goes_on_with(self, probe: str, ids: Tensor) -> None:
+        """The subject goes on with other ids than a probe saw: values by key that follow are kept in their order."""
+        if probe in self._latest:
+            self._latest[probe] = ids
+
     def close(self) -> None:
         """Takes all hooks off."""
         for handle in self._handles:

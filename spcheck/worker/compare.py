@@ -113,6 +113,8 @@ class Comparer:
         scores = scores_of(probe)
         if not is_choice(probe, self._taps) or scores not in expected or scores not in actual or not len(e):
             return difference, None, {}
+        if any(len(x) != len(e) for x in (a, expected[scores], actual[scores])):
+            return difference, None, {}  # rows are missing on one side: a finding of its own
         choices = measure_choices(e, a, expected[scores], actual[scores])
         if self._plan.replays and difference.rows_over:
             difference = _beyond_only(difference, choices)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spcheck.phases import Phase
 from spcheck.subject import Tap
 
 
@@ -16,35 +16,39 @@ class Replay:
     """Hooks on the choice modules of one subject, put on behind the hooks that capture: a probe shows its own choice.
 
     Ids are global experts and groups, key positions within a request, and tokens; rows are matched by (request,
-    position). Padded rows keep what they chose.
+    position). Padded rows keep what they chose. ``told`` gets the ids [rows, k] that the subject goes on with.
     """
 
-    def __init__(self, root: nn.Module, taps: Mapping[str, Tap]) -> None:
+    def __init__(self, root: nn.Module, taps: Mapping[str, Tap], told: Callable[[str, Tensor], None]) -> None:
+        self._told = told
         self._chosen: Mapping[str, Tensor] = {}
-        self._rows: Mapping[str, slice] = {}
+        self._rows: Mapping[str, Sequence[slice]] = {}
+        self._firings: Counter[str] = Counter()
         modules = dict(root.named_modules())
-        self._probes = {probe: tap for probe, tap in taps.items() if is_choice(probe, taps)}
-        for probe, tap in self._probes.items():
+        self.probes = {probe: tap for probe, tap in taps.items() if is_choice(probe, taps)}
+        for probe, tap in self.probes.items():
             modules[tap.module].register_forward_hook(lambda _, __, output, probe=probe: self._replaced(probe, output))
 
-    def expect(self, phase: Phase, rank: int, tp: int, chosen: Mapping[str, Tensor]) -> None:
-        """Says what to choose in the next forward: all real rows' ids [rows, k] per probe, none for no replay."""
-        mine = phase.owned(rank, tp)
-        self._chosen = chosen
-        self._rows = {
-            probe: slice(mine.start, mine.stop) if tap.placement == "Shard(0)" else slice(None)
-            for probe, tap in self._probes.items()
-        }
+    def expect(self, rows: Mapping[str, Sequence[slice]], chosen: Mapping[str, Tensor]) -> None:
+        """Says what to choose in the next forward: all real rows' ids [rows, k] per probe, none for no replay.
+
+        ``rows`` are those of each firing of a probe, in order.
+        """
+        self._chosen, self._rows = chosen, rows
+        self._firings.clear()
 
     def _replaced(self, probe: str, output: Any) -> Any:
         if probe not in self._chosen:
             return output
-        ids = self._chosen[probe][self._rows[probe]].to(output.device, output.dtype)
+        rows, firing = self._rows[probe], self._firings[probe]
+        self._firings[probe] += 1
+        ids = self._chosen[probe][rows[firing] if firing < len(rows) else slice(0)].to(output.device, output.dtype)
         own = output.unsqueeze(-1) if output.ndim == 1 else output
         if ids.shape[0] > own.shape[0] or bool((ids[:, own.shape[1] :] >= 0).any()):
             return output  # rows or columns are missing here: a finding of its own
-        replaced = own.clone()
+        replaced, ids = own.clone(), ids[:, : own.shape[1]]  # a request alone may have fewer keys than the longest
         replaced[: ids.shape[0]] = F.pad(ids, (0, own.shape[1] - ids.shape[1]), value=-1)
+        self._told(probe, replaced)
         return replaced.reshape(output.shape)
 
 

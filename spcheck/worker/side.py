@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -71,7 +72,17 @@ class Side:
 
     def replay(self, phase: Phase, chosen: Mapping[str, Tensor]) -> None:
         """Lets the next forward go on with these choices of all real rows."""
-        self._ready.replay.expect(phase, self._place.tp_rank, self.plan.tp, chosen)
+        replay = self._ready.replay
+        replay.expect({probe: self._firings(phase, tap) for probe, tap in replay.probes.items()}, chosen)
+
+    def _firings(self, phase: Phase, tap: Tap) -> list[slice]:
+        """Of all real rows, or of all requests, those of each firing."""
+        counts = [1] * len(phase.counts) if tap.per_request else phase.counts
+        if not self._ready.packed:
+            ends = list(accumulate(counts))
+            return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        mine = self._owned(phase)
+        return [slice(mine.start, mine.stop) if tap.placement == "Shard(0)" else slice(0, sum(counts))]
 
     def run(self, phase: Phase) -> list[Piece]:
         """One forward of all requests: what the probes held on this rank."""

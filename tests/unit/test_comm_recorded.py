@@ -31,7 +31,7 @@ def test_every_call_is_recorded_with_its_argument():
         CollectiveRecord(3, "all_gatherv", "ep", (0,), "int64", 0, "layers.1.mlp", (0, 1)),
         CollectiveRecord(4, "reduce_scatterv", "ep", (4, 2), "bfloat16", 16, "layers.1.mlp", (3, 1)),
         CollectiveRecord(5, "all_to_all", "tp", (4, 2), "bfloat16", 16, "layers.1.mlp", (4, 0), (4, 0)),
-        CollectiveRecord(6, "broadcast", "tp", (), "bool", 1, "layers.1.mlp"),
+        CollectiveRecord(6, "broadcast", "tp", (), "bool", 1, "layers.1.mlp", (0,)),
         CollectiveRecord(7, "barrier", "tp", (), "", 0, "layers.1.mlp"),
     ]
     assert other[3] == CollectiveRecord(3, "all_gatherv", "ep", (1,), "int64", 8, "layers.1.mlp", (0, 1))
