@@ -1,4 +1,4 @@
-"""The parts of a model, without a forward: what runs on which rows is said in dataflows.py."""
+"""The parts of a model, without a forward: what runs on which rows is said in dataflows/."""
 
 from __future__ import annotations
 

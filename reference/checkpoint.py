@@ -239,7 +239,7 @@ def _spread(name: str, r: Tensor) -> Tensor:
     if name.endswith("embed_tokens.weight"):
         return r
     if name.endswith("lora_B.weight"):
-        return r * (0.5 / math.sqrt(r.shape[-1]))  # with lora_alpha / r = 2 an adapter gives as much as its matrix
+        return r * (0.125 / math.sqrt(r.shape[-1]))  # with lora_alpha / r = 2 an adapter gives a quarter of its matrix
     return r * (1.3 / math.sqrt(r.shape[-1]))
 
 

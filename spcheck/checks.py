@@ -11,6 +11,7 @@ from spcheck.phases import Step
 from spcheck.schemes import SidePlan
 
 _MOST = 10**6  # rows, or draft steps: far over what one run can hold
+_LARGEST_WORLD = 1024
 
 
 def check_requests(case: Case) -> None:
@@ -75,13 +76,16 @@ def check_settings(case: Case) -> None:
     for option, number in (("--tp", case.tp), ("--pp", case.pp)):
         if number < 1:
             raise UsageError(f"{option} must be 1 or more, not {number}")
+    if case.ranks > _LARGEST_WORLD:
+        raise UsageError(f"--dp {case.dp} x --tp {case.tp} = {case.ranks} ranks are more than {_LARGEST_WORLD}")
     if case.reference_world not in (None, 1, case.tp):
         raise UsageError(f"--reference-world must be 1 or the candidate's {case.tp}, not {case.reference_world}")
     if case.grid != "auto" and case.numerics != "exact":
         raise UsageError(f"--grid {case.grid} is for --numerics exact, not {case.numerics}")
-    for option, number in (("--lora-rank", case.lora_rank), ("--lora-adapters", case.lora_adapters)):
-        if not 0 <= number <= _MOST:
-            raise UsageError(f"{option} must be 0 to {_MOST}, not {number}")
+    limits = (("--lora-rank", case.lora_rank, 512), ("--lora-adapters", case.lora_adapters, 64))
+    for option, number, most in limits:
+        if not 0 <= number <= most:
+            raise UsageError(f"{option} must be 0 to {most}, not {number}")
     if case.lora_adapters and not case.lora_rank:
         raise UsageError(f"--lora-adapters {case.lora_adapters} needs --lora-rank")
     if case.lora_rank and not case.lora_adapters:

@@ -29,7 +29,7 @@ from spcheck.errors import UsageError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LONGEST = 1e6  # seconds
-_LARGEST_WORLD = 1024
+_MOST_DP_RANKS = 1024
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -161,8 +161,8 @@ def case_of(options: dict[str, Any]) -> Case:
 def _requests_of(tokens: int | None, requests: Requests | None, dp: int | None) -> Requests:
     if tokens is not None and requests is not None:
         raise UsageError("give --tokens or --requests, not both")
-    if dp is not None and not 1 <= dp <= _LARGEST_WORLD:
-        raise UsageError(f"--dp must be 1 to {_LARGEST_WORLD}, not {dp}")
+    if dp is not None and not 1 <= dp <= _MOST_DP_RANKS:
+        raise UsageError(f"--dp must be 1 to {_MOST_DP_RANKS}, not {dp}")
     if requests is None:
         if tokens is None:
             raise UsageError("there is no request: give --tokens N or --requests N,N,...")

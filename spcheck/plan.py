@@ -89,9 +89,11 @@ class Plan:
     @property
     def _previous(self) -> Requests | None:
         """Stale rows need a step before; where none is given, it has a token in every row of the padded step."""
-        if self.case.previous is None and self.case.padding_content == "stale":
-            return tuple((n,) for n in self.padding.padded([sum(here) for here in self.case.requests]))
-        return self.case.previous
+        if self.case.previous is not None or self.case.padding_content != "stale":
+            return self.case.previous
+        longest = max(self.config.max_position_embeddings - max(self.case.mtp_steps - 1, 0), 1)
+        rows = self.padding.padded([sum(here) for here in self.case.requests])
+        return tuple(tuple(min(longest, n - at) for at in range(0, n, longest)) for n in rows)
 
     @cached_property
     def phases(self) -> list[tuple[Phase, ...]]:

@@ -61,6 +61,8 @@ def resolve_sides(case: Case) -> tuple[SidePlan, SidePlan]:
         raise UsageError(f"--reference-world {reference.tp} is for --reference reference, not {reference.name}")
     if case.require_scheme and case.scheme not in ("auto", case.require_scheme):
         raise UsageError(f"--scheme {case.scheme} contradicts --require-scheme {case.require_scheme}")
+    if case.pp > 1:
+        raise UsageError(f"--pp {case.pp} is not supported yet")
     return reference, candidate
 
 
@@ -92,8 +94,6 @@ def resolve_scheme(case: Case, asked: str, asked_by: str) -> tuple[str, str]:
     excluded = _why_no_sp(case)
     if asked in SP_SCHEMES and excluded:
         raise UsageError(f"{asked_by} cannot be: {excluded}")
-    if case.pp > 1:
-        raise UsageError(f"--pp {case.pp} is not supported yet")
     if asked == "tp":
         return "tp", f"asked for with {asked_by}"
     if excluded:

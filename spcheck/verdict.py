@@ -13,14 +13,13 @@ from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.memory import check_memory
 from spcheck.contracts.rows import phases_of_probe
 from spcheck.contracts.work import check_work
-from spcheck.diagnose import hints
 from spcheck.exact import STEP_BOUND
 from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.judge import BOUNDS, Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
+from spcheck.sentences import CHOICES, label, place, sentence
 
-_CHOICES = ("set", "token")
 _MANY = 4  # rows: one or two may be wrong by half in bfloat16, most of many are not
 
 
@@ -76,6 +75,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     findings += _pairing_findings(plan, results, reports) if failure is None else []
     findings += [_breach_finding(b) for c in contracts for b in c.breaches]
     findings += _scheme_findings(plan, reports)
+    findings = _causes_first(results, first, findings)
     verdict = Verdict(
         outcome=outcome_of(len(_compared(results)), _equal(results), findings),
         scheme=plan.scheme,
@@ -95,60 +95,13 @@ def _equal(results: Sequence[ProbeResult]) -> int:
     return sum(r.bitwise_equal for r in _compared(results))
 
 
-def sentence(result: ProbeResult, plan: Plan) -> str:
-    """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
-    dp_rank = (result.first or {}).get("dp") or 0
-    phase = next((p for p in plan.phases[dp_rank] if (p.kind, p.call) == (result.phase, result.call)), None)
-    why = "; ".join(hints(result, plan.case.tp, phase, plan.case.dp))
-    return f"{label(result, plan)}: {_size(result, plan)}{f'; {why}' if why else ''}"
-
-
-def label(result: ProbeResult, plan: Plan) -> str:
-    """The probe's name, with the forward unless it is the last target step."""
-    forward = plan.forward_name(result.phase, result.call)
-    return result.probe if result.phase == "cache" or forward == "target step" else f"{result.probe} ({forward})"
-
-
-def _size(result: ProbeResult, plan: Plan) -> str:
-    where = place(result.first or result.replica, plan)
-    if not result.rows_over:
-        return f"the ranks hold different values, first at {where}"
-    if result.kind in _CHOICES:
-        return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}{_margin(result)}"
-    bound = result.bound
-    rows = f"{result.rows_over} of {result.rows} rows"
-    limit = f"over bound {bound:.1e}" if bound else "where every bit must be equal,"
-    size = f"{result.max_rel:.1e} {limit} on {rows}, first at {where}"
-    w = result.worst or {}
-    if w.get("channel") is None:
-        return size
-    values = f"{w['actual']:.6g} for {w['expected']:.6g}"
-    return f"{size}; largest at {place(w, plan)}, row {w['row']} of its shard, channel {w['channel']}: {values}"
-
-
-def _margin(result: ProbeResult) -> str:
-    """How wide the widest flip of a choice is in the reference's scores, and how far the scores themselves are off."""
-    c = result.choices
-    if c is None or c.flip_margin is None:
-        return ""
-    return f", by a margin of {c.flip_margin:.1e} where the scores differ by {c.score_error:.1e}"
-
-
-def place(where: dict[str, Any] | None, plan: Plan) -> str:
-    """``request 0 token 9, rank 1``, with the data-parallel rank where there are several."""
-    if where is None or where.get("request") is None:
-        return "no single row" if where is None else f"rank {where['rank']}"
-    dp_rank = f"DP rank {where['dp']} " if plan.case.dp > 1 else ""
-    return f"{dp_rank}request {where['request']} token {where['position']}, rank {where['rank']}"
-
-
 def _first_over(numerics: str, results: Sequence[ProbeResult]) -> ProbeResult | None:
     """The first probe in execution order whose value is wrong: all that ran before it agreed.
 
     In bfloat16 a value over its bound may be rounding; what no rounding explains is named before it.
     """
     over = [r for r in results if r.over]
-    plain = [r for r in over if not (numerics == "bfloat16" and r.kind not in _CHOICES and not _beyond_rounding(r))]
+    plain = [r for r in over if not (numerics == "bfloat16" and r.kind not in CHOICES and not _beyond_rounding(r))]
     return next(iter(plain or over), None)
 
 
@@ -164,7 +117,7 @@ def _value_findings(
             findings.append(Finding("reference", "INCONCLUSIVE", message, _at(r, r.reference_replica)))
     if first is None:
         return findings
-    choice = first.kind in _CHOICES
+    choice = first.kind in CHOICES
     exact = exactness is not None and not exactness.doubts
     outcome, why = _outcome_of_first(plan.case.numerics, first, results, exact=exact)
     later = sum(1 for r in results if r.over) - 1
@@ -196,8 +149,8 @@ def _rounding_may_explain(numerics: str, first: ProbeResult, *, exact: bool) -> 
     """Whether a correct candidate could differ like this in the working type."""
     if numerics == "exact":
         # Without the guarantee the run is a plain float64 run.
-        return not exact and first.kind not in _CHOICES and first.max_rel <= BOUNDS["float64"]
-    if first.kind in _CHOICES:
+        return not exact and first.kind not in CHOICES and first.max_rel <= BOUNDS["float64"]
+    if first.kind in CHOICES:
         # A near tie: below float64 it was replayed, and is no difference at all.
         return first.choices is not None and not first.choices.beyond
     # In bfloat16 no bound on finite values tells a bug from rounding.
@@ -220,7 +173,7 @@ def _exactness_findings(plan: Plan, results: Sequence[ProbeResult], exactness: E
 def _beyond_rounding(result: ProbeResult) -> bool:
     """Ranks that disagree, another shape, a candidate that is not finite or mostly wrong by half: never rounding."""
     gross = sum(rows for exponent, rows in result.histogram.items() if exponent >= 0)  # wrong by half and more
-    most = result.kind not in _CHOICES and 2 * gross > result.rows >= _MANY
+    most = result.kind not in CHOICES and 2 * gross > result.rows >= _MANY
     return result.replica is not None or (math.isinf(result.max_rel) and not result.reference_nan) or most
 
 
@@ -274,6 +227,23 @@ def _first_divergence(
         if f.kind in ("rows", "work", "unpaired", "collectives") and f.outcome == "DIVERGED" and f.at
     ]
     return min(places, key=lambda at: order.get((at["probe"], at["call"]), len(order)), default=None)
+
+
+def _causes_first(results: Sequence[ProbeResult], first: ProbeResult | None, findings: list[Finding]) -> list[Finding]:
+    """Another dataflow, other weights, and rows that are too many look like wrong values: these are told before them."""
+    if first is None:
+        return findings
+    order = {(r.probe, r.call): i for i, r in reversed(list(enumerate(results)))}
+    until = order[first.probe, first.call]
+
+    def explains(f: Finding) -> bool:
+        before = f.at is not None and order.get((f.at["probe"], f.at["call"]), until + 1) <= until
+        return f.kind in ("scheme", "memory") or (f.kind == "rows" and before)
+
+    causes = sorted(filter(explains, findings), key=lambda f: ("scheme", "memory", "rows").index(f.kind))
+    place = next((i for i, f in enumerate(findings) if f.kind in ("value", "choice")), 0)
+    others = [f for f in findings if f not in causes]
+    return [*others[:place], *causes, *others[place:]]
 
 
 def _at(result: ProbeResult, where: dict[str, Any] | None) -> dict[str, Any]:

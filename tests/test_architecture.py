@@ -25,7 +25,7 @@ LAYERS = [
     {"spcheck.judge", "spcheck.guard", "spcheck.model", "spcheck.schemes"},
     {"spcheck.checks"},
     {"spcheck.plan", "spcheck.merge"},
-    {"spcheck.contracts", "spcheck.diagnose", "spcheck.worker", "spcheck.failure"},
+    {"spcheck.contracts", "spcheck.diagnose", "spcheck.sentences", "spcheck.worker", "spcheck.failure"},
     {"spcheck.verdict", "spcheck.launch"},
     {"spcheck.doctor"},
     {"spcheck.report"},

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spcheck.contracts.collectives import ITEM_BYTES, Expected, expected_collectives
+from spcheck.contracts.collectives import ITEM_BYTES, Expected, dispatched_sizes, expected_collectives
 from spcheck.contracts.parameters import mlp_ranks
 from spcheck.contracts.rows import expected_rows, phases_of_probe
 from spcheck.plan import Plan
@@ -39,11 +40,12 @@ def largest_activations(plan: Plan, side: SidePlan) -> dict[str, Activation]:
     """The largest tensor that a rank holds in one forward, over all ranks and forwards, for each part of the model.
 
     What counts: every probe of kind ``value``; the argument of every collective and the result of every gather, so the
-    rows that experts receive, the packed exit and the padded logits as well. What does not: values per key position,
-    which are made in pieces, and values per expert, whose rows hang on choices. A plain subject holds a request's rows.
+    rows that experts receive, the packed exit and the padded logits as well; and what experts give, a row for each
+    dispatched row and choice. What does not: values per key position, which are made in pieces, and what else is made
+    and dropped inside one module. A plain subject holds a request's rows, and one expert's at a time.
     """
     largest: dict[str, Activation] = {}
-    for activation in (*_probed(plan, side), *_communicated(plan, side)):
+    for activation in (*_probed(plan, side), *_communicated(plan, side), *_summands(plan, side)):
         part = _part(activation.name)
         if part not in largest or activation.bytes > largest[part].bytes:
             largest[part] = activation
@@ -71,6 +73,21 @@ def _communicated(plan: Plan, side: SidePlan) -> Iterator[Activation]:
                 rows = _rows_held(call, side)
                 held = (rows, *call.shape[1:])
                 yield Activation(f"{call.where} {call.kind}", held, call.bytes // call.shape[0] * rows, call.by_choice)
+
+
+def _summands(plan: Plan, side: SidePlan) -> Iterator[Activation]:
+    """[R * K, D] of R dispatched rows and K choices, in the type of routing weights; all-to-all brings R at most."""
+    layers = [layer for layer in range(plan.config.mtp_layers.stop) if plan.config.is_moe_layer(layer)]
+    if side.plain or not layers:
+        return
+    spread = side.sharded or plan.case.dp > 1
+    by_choice = spread and plan.case.all2all_backend == "all_to_all"
+    for phases in zip(*plan.phases, strict=True):
+        sizes = dispatched_sizes(side, phases)
+        rows = (sum(sizes) if spread else max(sizes)) * plan.config.num_experts_per_tok
+        shape = (rows, plan.config.hidden_size)
+        size = math.prod(shape) * ITEM_BYTES[plan.wide_dtype]
+        yield Activation(f"model.layers.{layers[0]}.mlp.experts summands", shape, size, by_choice)
 
 
 def _rows_held(call: Expected, side: SidePlan) -> int:

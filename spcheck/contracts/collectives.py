@@ -45,6 +45,16 @@ def expected_collectives(plan: Plan, side: SidePlan, dp_rank: int, number: int) 
     return [c for n in rows for c in _Table(plan, side, phases, dp_rank, n).forward()]
 
 
+def dispatched_sizes(side: SidePlan, phases: Sequence[Phase]) -> tuple[int, ...]:
+    """Rows of every rank of the group that dispatches, in one forward of all data-parallel ranks.
+
+    Under SP ceil(n_d / tp) of each rank of data-parallel rank d, else n_d.
+    """
+    if side.sharded:
+        return tuple(p.shard_rows(side.tp) for p in phases for _ in range(side.tp))
+    return tuple(p.padded for p in phases)
+
+
 class _Table:
     """The rules for ``n`` rows. D hidden size, K experts per token, m rows of a shard."""
 
@@ -150,7 +160,7 @@ class _Table:
     def dispatch_and_combine(self, where: str) -> Iterator[Expected]:
         """Rows to the experts and back, over the world under SP, else over the data-parallel ranks."""
         k = self.config.num_experts_per_tok
-        sizes = self.dispatched_sizes()
+        sizes = dispatched_sizes(self.side, self.phases)
         own = self.m if self.side.sharded else self.n
         hidden = (self.config.hidden_size, self.dtype)
         tensors = [hidden, (k, "int64"), (k, self.plan.wide_dtype)]
@@ -177,12 +187,6 @@ class _Table:
     @property
     def dispatch_group(self) -> str:
         return "ep" if self.side.sharded else "dp"
-
-    def dispatched_sizes(self) -> tuple[int, ...]:
-        """Rows of every rank of the group: ceil(n_d / tp) of each rank of data-parallel rank d, or n_d without SP."""
-        if self.side.sharded:
-            return tuple(p.shard_rows(self.tp) for p in self.phases for _ in range(self.tp))
-        return tuple(p.padded for p in self.phases)
 
     def all_reduce(self, where: str) -> Expected:
         return self.hidden("all_reduce", "tp", self.n, where)

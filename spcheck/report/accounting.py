@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"(layer|draft step) (\d+)(.*)")
 def accounting_lines(plan: Plan, sides: Mapping[str, SideAccount]) -> Iterator[str]:
     """A table for each side, of the case's own step on its fullest data-parallel rank; then both sides' totals."""
     yield ""
-    yield "collectives of one rank and the bytes of their arguments (layers 2-4: of each)"
+    yield "collectives of one rank and the bytes of their arguments (of layers: of each)"
     for side in sides.values():
         yield ""
         yield from _side(plan, side)
@@ -78,6 +78,7 @@ def _totals(plan: Plan, reference: SideAccount, candidate: SideAccount) -> Itera
     yield _total("", reference.name, candidate.name, "ratio")
     calls, more = reference.collectives, candidate.collectives
     yield _total("collectives, target step", str(calls), str(more), _ratio(calls, more))
+    yield _compared("bytes per step", [s.bytes_per_step for s in both], [s.at_most for s in both])
     yield _compared("bytes per token", [s.bytes_per_token for s in both], [s.at_most for s in both])
     if None not in (seen := [side.seen_bytes_per_token for side in both]):
         yield _compared("  seen", [size or 0 for size in seen])

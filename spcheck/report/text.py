@@ -19,8 +19,8 @@ from spcheck.printable import printable
 from spcheck.report.accounting import accounting_lines
 from spcheck.report.failure import failure_lines
 from spcheck.report.probes import probe_lines
-from spcheck.schemes import SP_SCHEMES
-from spcheck.verdict import Comparison, place
+from spcheck.sentences import place
+from spcheck.verdict import Comparison
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
 _MAX_FINDINGS = 12
@@ -65,7 +65,7 @@ def escape(text: str) -> str:
 def verdict_line(comparison: Comparison) -> str:
     """``EQUIVALENT, scheme full-sp: ...`` in one line, without markup."""
     v = comparison.verdict
-    exercised = "" if v.scheme in SP_SCHEMES else ": SP not exercised"
+    exercised = "" if any(side.sharded for _, side in comparison.plan.sides) else ": SP not exercised"
     return f"{v.outcome}, scheme {v.scheme}{exercised}"
 
 

@@ -71,6 +71,10 @@ GLOO = [
     "--tp 3 --tokens 16 --scheme tp",
     "--tp 2 --tokens 17 --numerics float32",
     "--tp 3 --requests 5,1,11 --reference-world 1 --mtp-steps 2",
+    "--tp 2 --requests 5,1/11 --all2all-backend all_to_all --mtp-steps 2",
+    "--tp 2 --requests 5/- --scheme moe-sp --all2all-backend naive --model dsv32-alternating --reference-world 1",
+    "--tp 1 --dp 3 --tokens 3 --lora-rank 2 --lora-adapters 1 --no-expert-parallel",
+    "--tp 2 --tokens 9 --graph-sizes 32 --previous 17 --padding-content stale",
 ]
 
 
@@ -78,7 +82,9 @@ GLOO = [
 def test_gloo(line):
     result = result_of(*line.split(), "--backend", "gloo")
     assert result["outcome"] in ("EQUAL", "EQUIVALENT")
-    assert result["scheme"] == ("tp" if "--scheme tp" in line or "--tp 1" in line else "full-sp")
+    words = line.split()
+    asked = words[words.index("--scheme") + 1] if "--scheme" in words else "full-sp"
+    assert result["scheme"] == ("tp" if "--tp 1" in line else asked)
     assert all(contract["held"] for contract in result["contracts"].values())
     assert result["environment"]["backend"] == "gloo"
 

@@ -32,7 +32,7 @@ def complaints(case, pool):
     verdict = comparison.verdict
     wrong = [] if verdict.outcome in PASSING[case.numerics] else [verdict.outcome, *map(str, verdict.findings)]
     wrong += [] if verdict.scheme == case.scheme else [f"ran {verdict.scheme}"]
-    for name in ("rows", "collectives", "work"):
+    for name in ("rows", "collectives", "work", "memory"):
         contract = getattr(comparison, name)
         wrong += [str(breach) for breach in contract.breaches]
         wrong += [] if contract.checked else [f"no {name} checked"]

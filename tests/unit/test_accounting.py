@@ -79,8 +79,9 @@ def test_full_sp_by_hand():
     assert parameters(side) == wanted
     assert held(side, "attention") == ("model.layers.0.self_attn.indexer.q_rope.out", (17, 16 * 24), 17 * 384 * B)
     assert held(side, "residual stream, norms")[1:] == ((9, D), 9 * D * B)
-    assert held(side, "MLP, experts") == ("model.layers.2.mlp.experts all_gatherv", (18, D), 18 * D * B)
-    assert side.largest_activation == side.activations["attention"]
+    # The experts see 9 rows of each rank, and give a row for each of them and each of its 4 choices.
+    assert held(side, "MLP, experts") == ("model.layers.2.mlp.experts summands", (18 * K, D), 18 * K * D * B)
+    assert side.largest_activation == side.activations["MLP, experts"]
 
 
 def test_tp_by_hand():
@@ -93,9 +94,12 @@ def test_tp_by_hand():
             ("logits", "all_gather", "tp"): (1, 125 * 17 * B),
         }
         assert side.collectives == 12
+        assert side.bytes_per_step == 17 * (11 * D + 125) * B
         assert side.bytes_per_token == (11 * D + 125) * B
         assert parameters(side)[2:5] == [2 * MLP_WEIGHTS / 2, 4 * EXPERT / 2, 4 * 12 * EXPERT]
         assert held(side, "residual stream, norms")[1:] == ((17, D), 17 * D * B)
+        rows = 17 if side.name == "reference" else 17 * K  # one expert at a time, or all of them together
+        assert held(side, "MLP, experts")[1:] == ((rows, D), rows * D * B)
         assert held(side, "entry, exit, logits") == ("lm_head.out", (17, V), 17 * V * B)
 
 
@@ -134,7 +138,7 @@ def test_moe_sp_by_hand():
         0,
     ]
     assert parameters(side) == wanted
-    assert held(side, "MLP, experts") == ("model.layers.2.mlp.experts all_gatherv", (8, D), 8 * D * B)
+    assert held(side, "MLP, experts")[1:] == ((8 * K, D), 8 * K * D * B)
     assert held(side, "residual stream, norms")[1:] == ((7, D), 7 * D * B)
 
 
@@ -158,7 +162,7 @@ def test_full_sp_with_uneven_rows_by_hand():
     second = 4 + (11 + 5 * (6 + 12) + 3 * (6 + 18) + 6) * D + 3 * 6 * (K + K) + 125 * 11
     assert side.bytes_per_token == pytest.approx((first + second) * B / 17)
     assert parameters(side)[2:5] == [2 * MLP_WEIGHTS, 4 * EXPERT, 4 * 6 * EXPERT]
-    assert held(side, "MLP, experts")[1:] == ((18, D), 18 * D * B)
+    assert held(side, "MLP, experts")[1:] == ((18 * K, D), 18 * K * D * B)
     # The reference goes request by request, and divides every expert over the two ranks that hold the model.
     assert both["reference"].bytes_per_token == (11 * D + 125) * B
     assert parameters(both["reference"])[4] == 4 * E * EXPERT / 2
@@ -179,7 +183,7 @@ def test_naive_with_an_idle_rank_by_hand():
     idle = 4 + (1 + 5 * (1 + 2) + 3 * (6 + 6) + 1) * D + 3 * 6 * (K + K) + 125
     assert side.bytes_per_token == pytest.approx((busy + idle) * B / 3)
     assert parameters(side)[4] == 4 * 6 * EXPERT
-    assert held(side, "MLP, experts") == ("model.layers.2.mlp.experts all_reduce", (6, D), 6 * D * B)
+    assert held(side, "MLP, experts")[1:] == ((6 * K, D), 6 * K * D * B)
     assert [len(f.traffic) for f in both["reference"].forwards if f.dp_rank == 1] == [0, 0], "it has nothing to do"
 
 
@@ -199,7 +203,7 @@ def test_experts_in_channels_by_hand():
     rows = 11 * (3 + 5) + 3 * (3 + 5 + 8 + 8)
     assert side.bytes_per_token == pytest.approx((2 * 4 + rows * D + 3 * 8 * (K + K) + 125 * 8) * B / 8)
     assert parameters(side)[2:5] == [2 * MLP_WEIGHTS / 2, 4 * EXPERT / 2, 4 * E * 3 * D * 12]
-    assert held(side, "MLP, experts")[1:] == ((8, D), 8 * D * B)
+    assert held(side, "MLP, experts")[1:] == ((8 * K, D), 8 * K * D * B)
 
 
 def test_adapters_by_hand():

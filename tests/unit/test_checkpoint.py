@@ -127,7 +127,7 @@ def test_an_adapter_has_a_pair_for_each_projection_it_adds_to(config):
     assert not any("kv_b_proj" in name or ".experts." in name or "layers.3" in name for name in shapes)
 
 
-def test_random_adapters_give_as_much_as_the_matrices_they_add_to(config):
+def test_random_adapters_give_a_quarter_of_the_matrices_they_add_to_and_less(config):
     base, reader, again = (RandomWeights(config, 0), *(RandomAdapters(config, 0, rank=4, adapters=2) for _ in "12"))
     expected = {f"adapters.{i}.{name}": shape for i in (0, 1) for name, shape in adapter_shapes(config, 4).items()}
     assert {name: reader.shape(name) for name in reader.names()} == expected
@@ -137,7 +137,7 @@ def test_random_adapters_give_as_much_as_the_matrices_they_add_to(config):
         a, b = (reader.tensor(f"{pair}.lora_{part}.weight").double() for part in "AB")
         scale = reader.tensor(f"adapters.{i}.lora_alpha").item() / 4
         ratio = (scale * b @ a).norm() / base.tensor(f"{module}.weight").double().norm()
-        assert 0.5 < ratio < 2
+        assert 0.12 < ratio * (4 if i else 1) < 0.5
     assert not torch.equal(
         reader.tensor(f"{pair}.lora_A.weight"),
         reader.tensor(pair.replace("adapters.1", "adapters.0") + ".lora_A.weight"),

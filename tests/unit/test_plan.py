@@ -44,7 +44,11 @@ def case(**options):
         ({"pp": 0}, "--pp must be 1 or more"),
         ({"lora_adapters": 1}, "--lora-adapters 1 needs --lora-rank"),
         ({"lora_rank": 4}, "--lora-rank 4 needs --lora-adapters"),
-        ({"lora_rank": -4, "lora_adapters": 1}, "--lora-rank must be 0 to"),
+        ({"lora_rank": -4, "lora_adapters": 1}, "--lora-rank must be 0 to 512"),
+        ({"lora_rank": 4, "lora_adapters": 10**6}, "--lora-adapters must be 0 to 64"),
+        ({"requests": ((1,),) * 1024, "tp": 12}, "--dp 1024 x --tp 12 = 12288 ranks are more than 1024"),
+        ({"candidate": "reference", "reference_world": 1, "pp": 2}, "--pp 2 is not supported yet"),
+        ({"reference": "optimized", "candidate": "reference", "pp": 2}, "--pp 2 is not supported yet"),
         ({"requests": ((), ())}, "there is no request"),
         ({"requests": ((3,), ()), "previous": ((3,),)}, "--previous 3 is for 1 data-parallel ranks, and there are 2"),
         ({"requests": ((3,), (0,))}, "at least 1 token, not 0 (--requests 3/0)"),
@@ -138,6 +142,9 @@ def test_requests_of_the_step_before_come_behind_the_cases_own():
 def test_stale_rows_need_a_step_before_and_get_one_that_fills_the_batch():
     plan = make_plan(case(requests=((17,), ()), graph_sizes=(8, 24), padding_content="stale"))
     assert plan.steps[0].tokens == ((24,), (24,))
+    short = (("max_position_embeddings", 21),)
+    plan = make_plan(case(pad_to=50, padding_content="stale", mtp_steps=2, overrides=short))
+    assert plan.steps[0].tokens == ((20, 20, 10),)
     assert make_plan(case(padding_content="nan")).steps == (make_plan(case()).steps[0],)
 
 

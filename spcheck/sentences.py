@@ -1,0 +1,59 @@
+"""One result, and one place, in words. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spcheck.diagnose import hints
+from spcheck.merge import ProbeResult
+from spcheck.plan import Plan
+
+CHOICES = ("set", "token")
+"""Kinds of probes that hold chosen ids."""
+
+
+def sentence(result: ProbeResult, plan: Plan) -> str:
+    """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
+    dp_rank = (result.first or {}).get("dp") or 0
+    phase = next((p for p in plan.phases[dp_rank] if (p.kind, p.call) == (result.phase, result.call)), None)
+    why = "; ".join(hints(result, plan.case.tp, phase, plan.case.dp))
+    return f"{label(result, plan)}: {_size(result, plan)}{f'; {why}' if why else ''}"
+
+
+def label(result: ProbeResult, plan: Plan) -> str:
+    """The probe's name, with the forward unless it is the last target step."""
+    forward = plan.forward_name(result.phase, result.call)
+    return result.probe if result.phase == "cache" or forward == "target step" else f"{result.probe} ({forward})"
+
+
+def _size(result: ProbeResult, plan: Plan) -> str:
+    where = place(result.first or result.replica, plan)
+    if not result.rows_over:
+        return f"the ranks hold different values, first at {where}"
+    if result.kind in CHOICES:
+        return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}{_margin(result)}"
+    bound = result.bound
+    rows = f"{result.rows_over} of {result.rows} rows"
+    limit = f"over bound {bound:.1e}" if bound else "where every bit must be equal,"
+    size = f"{result.max_rel:.1e} {limit} on {rows}, first at {where}"
+    w = result.worst or {}
+    if w.get("channel") is None:
+        return size
+    values = f"{w['actual']:.6g} for {w['expected']:.6g}"
+    return f"{size}; largest at {place(w, plan)}, row {w['row']} of its shard, channel {w['channel']}: {values}"
+
+
+def _margin(result: ProbeResult) -> str:
+    """How wide the widest flip of a choice is in the reference's scores, and how far the scores themselves are off."""
+    c = result.choices
+    if c is None or c.flip_margin is None:
+        return ""
+    return f", by a margin of {c.flip_margin:.1e} where the scores differ by {c.score_error:.1e}"
+
+
+def place(where: dict[str, Any] | None, plan: Plan) -> str:
+    """``request 0 token 9, rank 1``, with the data-parallel rank where there are several."""
+    if where is None or where.get("request") is None:
+        return "no single row" if where is None else f"rank {where['rank']}"
+    dp_rank = f"DP rank {where['dp']} " if plan.case.dp > 1 else ""
+    return f"{dp_rank}request {where['request']} token {where['position']}, rank {where['rank']}"
