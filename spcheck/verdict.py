@@ -230,7 +230,7 @@ def _first_divergence(
 
 
 def _causes_first(results: Sequence[ProbeResult], first: ProbeResult | None, findings: list[Finding]) -> list[Finding]:
-    """Another dataflow, other weights, and rows that are too many look like wrong values: these are told before them."""
+    """Another dataflow, other weights and too many rows look like wrong values: these are told before them."""
     if first is None:
         return findings
     order = {(r.probe, r.call): i for i, r in reversed(list(enumerate(results)))}
