@@ -72,7 +72,7 @@ class Batch:
     is_padding: Tensor  # [n] bool
     last_rows: Tensor  # [requests]
     attention: AttentionMetadata
-    adapter_rows: AdapterRows
+    adapter_rows: AdapterRows | None  # None: no row has an adapter
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +127,9 @@ class SlotTable:
         metadata = AttentionMetadata(placed, positions.shape[0], slots, base, padded)
         adapters = [self.adapters.get(s.request, -1) for s in placed for _ in range(s.start, s.end)]
         last_rows = self._ints([s.rows.stop - 1 for s in placed])
-        rows = AdapterRows(self._ints(adapters + [-1] * (n - len(adapters))))
+        rows = (
+            AdapterRows(self._ints(adapters + [-1] * (n - len(adapters)))) if max(adapters, default=-1) >= 0 else None
+        )
         return Batch(*buffers.place(positions, n), last_rows, metadata, rows)
 
     def _place(self, spans: Sequence[tuple[int, int, int]]) -> tuple[Span, ...]:

@@ -19,6 +19,11 @@ class InputBuffers:
         self.positions = torch.zeros(0, dtype=torch.int64, device=device)
         self.is_padding = torch.zeros(0, dtype=torch.bool, device=device)
 
+    def clear(self) -> None:
+        """Forgets what earlier steps left, at the same place in memory."""
+        for held in (self.ids, self.positions, self.is_padding):
+            held.zero_()
+
     def place(self, positions: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Positions of the tokens [r], r <= n -> views [n] of positions and mask, True from row r on."""
         self._reserve(n)

@@ -80,6 +80,7 @@ class Engine(nn.Module):
             ValueError: an adapter that was not loaded, or not one entry per request; None and -1 stand for none.
         """
         chosen = request_adapters(adapters, len(lengths), self.setup.lora_adapters)
+        self.inputs.clear()
         self.slots = SlotTable(lengths, self.setup.loader.device, chosen)
         self.setup.rotary.reserve(max([1, *lengths]))  # a row of padding has a position, too
         for attention in self._attentions():

@@ -30,6 +30,17 @@ def check_requests(case: Case) -> None:
         raise UsageError(f"--previous {text} is for {len(case.previous)} data-parallel ranks, and there are {case.dp}")
 
 
+def check_counts(case: Case) -> None:
+    """Of numbers of rows and forwards, before any list is made of as many.
+
+    Raises:
+        UsageError: more of them than there can be.
+    """
+    tokens = [n for here in (*case.requests, *(case.previous or ())) for n in here]
+    if too_many := [n for n in (*tokens, case.pad_to or 0, *case.graph_sizes, case.mtp_steps) if n > _MOST]:
+        raise UsageError(f"{too_many[0]} is more than spcheck counts to ({_MOST})")
+
+
 def check_rows(case: Case, config: ModelConfig, steps: tuple[Step, ...]) -> None:
     """Of rows and positions.
 
@@ -38,8 +49,6 @@ def check_rows(case: Case, config: ModelConfig, steps: tuple[Step, ...]) -> None
     """
     tokens = [n for step in steps for here in step.tokens for n in here]
     largest = max(sum(here) for step in steps for here in step.tokens)
-    if too_many := [n for n in (*tokens, case.pad_to or 0, *case.graph_sizes, case.mtp_steps) if n > _MOST]:
-        raise UsageError(f"{too_many[0]} is more than spcheck counts to ({_MOST})")
     if case.pad_to is not None and case.graph_sizes:
         raise UsageError("give --pad-to or --graph-sizes, not both")
     if case.pad_to is not None and case.pad_to < largest:

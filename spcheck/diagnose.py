@@ -18,7 +18,8 @@ def _hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int) -> Iterat
     if result.note:
         yield result.note
     if result.replica is not None:
-        yield f"the replicas on rank 0 and rank {result.replica['rank']} differ"
+        rank = result.replica["rank"]
+        yield f"the replicas on rank {rank - rank % tp} and rank {rank} differ"
     if result.ratio is not None and tp * dp > 1:
         yield f"{result.ratio:.3g} x the reference: {_scaling(result.ratio, [tp, dp, tp * dp])}?"
     if result.max_rel == math.inf and not result.note:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reference.config import ModelConfig
 from spcheck.case import Case, Requests
-from spcheck.checks import check_requests, check_rows, check_settings, check_world
+from spcheck.checks import check_counts, check_requests, check_rows, check_settings, check_world
 from spcheck.exact import GRIDS, SMALL_HIDDEN, Grid
 from spcheck.model import load_model, preset_names
 from spcheck.phases import GraphPadding, Phase, Step, layer_of, phases_of
@@ -40,7 +40,7 @@ class Plan:
     @property
     def sides(self) -> tuple[tuple[str, SidePlan], tuple[str, SidePlan]]:
         """By the names under which ranks report."""
-        return ("reference", self.reference), ("candidate", self.candidate)
+        return (self.reference.role, self.reference), (self.candidate.role, self.candidate)
 
     @property
     def dtype(self) -> str:
@@ -168,6 +168,7 @@ def make_plan(case: Case) -> Plan:
     """
     config = load_model(case)
     check_requests(case)
+    check_counts(case)
     check_settings(case)
     plan = Plan(case, config, *resolve_sides(case))
     check_rows(case, config, plan.steps)

@@ -17,9 +17,11 @@ SP_SCHEMES = ("moe-sp", "full-sp")
 class SidePlan:
     """One side: subject ``subject`` in dataflow ``scheme``, on ``tp`` ranks of each data-parallel rank.
 
-    ``asked`` is what it is told to run: of ``auto`` it must make ``scheme`` by itself.
+    ``role`` is ``"reference"`` or ``"candidate"``. ``asked`` is what it is told to run: of ``auto`` it must make
+    ``scheme`` by itself.
     """
 
+    role: str
     subject: str
     scheme: str
     reason: str
@@ -30,6 +32,11 @@ class SidePlan:
     def module(self) -> str:
         """The dotted name of the subject's module."""
         return f"{self.subject}.subject"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether its values are the expected ones."""
+        return self.role == "reference"
 
     @property
     def plain(self) -> bool:
@@ -53,8 +60,8 @@ def resolve_sides(case: Case) -> tuple[SidePlan, SidePlan]:
     Raises:
         UsageError: no such subject or scheme, a scheme that cannot be, or a pair of one and the same.
     """
-    candidate = _side(case, "--candidate", case.candidate, case.scheme, case.tp)
-    reference = _side(case, "--reference", case.reference, "auto", case.reference_world or case.tp)
+    candidate = _side(case, "candidate", case.candidate, case.scheme, case.tp)
+    reference = _side(case, "reference", case.reference, "auto", case.reference_world or case.tp)
     if (reference.name, reference.tp) == (candidate.name, candidate.tp):
         raise UsageError(f"reference and candidate are both {candidate.name}: a pair needs two")
     if not reference.plain and reference.tp != case.tp:
@@ -66,12 +73,13 @@ def resolve_sides(case: Case) -> tuple[SidePlan, SidePlan]:
     return reference, candidate
 
 
-def _side(case: Case, option: str, name: str, scheme: str, tp: int) -> SidePlan:
+def _side(case: Case, role: str, name: str, scheme: str, tp: int) -> SidePlan:
     subject, colon, own = name.partition(":")
+    option = f"--{role}"
     if subject == "reference" and not colon:
         if scheme != "auto":
             raise UsageError(f"--scheme {scheme} is for a candidate that has schemes, and {name} has none")
-        return SidePlan(subject, PLAIN, "the only dataflow of the reference", tp, asked=PLAIN)
+        return SidePlan(role, subject, PLAIN, "the only dataflow of the reference", tp, asked=PLAIN)
     if subject != "optimized" or (colon and own not in SCHEMES):
         known = ", ".join(["reference", "optimized", *(f"optimized:{s}" for s in SCHEMES[1:])])
         raise UsageError(f"{option} {name} is not one of {known}")
@@ -79,7 +87,7 @@ def _side(case: Case, option: str, name: str, scheme: str, tp: int) -> SidePlan:
         raise UsageError(f"--scheme {scheme} contradicts {option} {name}")
     asked = own if colon else scheme
     asked_by = f"{option} {name}" if colon else f"--scheme {scheme}"
-    return SidePlan(subject, *resolve_scheme(case, asked, asked_by), tp, asked)
+    return SidePlan(role, subject, *resolve_scheme(case, asked, asked_by), tp, asked)
 
 
 def resolve_scheme(case: Case, asked: str, asked_by: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ LAYERS = [
     {"spcheck", "spcheck.errors", "spcheck.printable"},
     {"spcheck.phases", "spcheck.place", "spcheck.case", "spcheck.subject", "spcheck.comm", "spcheck.exact"},
     {"spcheck.judge", "spcheck.guard", "spcheck.model", "spcheck.schemes"},
+    {"spcheck.dispatch"},
     {"spcheck.checks"},
     {"spcheck.plan", "spcheck.merge"},
     {"spcheck.contracts", "spcheck.diagnose", "spcheck.sentences", "spcheck.worker", "spcheck.failure"},

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spcheck.contracts.collectives import ITEM_BYTES, Expected, dispatched_sizes, expected_collectives
+from spcheck.contracts.collectives import ITEM_BYTES, Expected, expected_collectives
 from spcheck.contracts.parameters import mlp_ranks
 from spcheck.contracts.rows import expected_rows, phases_of_probe
+from spcheck.dispatch import dispatched_sizes, is_by_choice, is_dispatched
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
 
@@ -80,14 +81,12 @@ def _summands(plan: Plan, side: SidePlan) -> Iterator[Activation]:
     layers = [layer for layer in range(plan.config.mtp_layers.stop) if plan.config.is_moe_layer(layer)]
     if side.plain or not layers:
         return
-    spread = side.sharded or plan.case.dp > 1
-    by_choice = spread and plan.case.all2all_backend == "all_to_all"
     for phases in zip(*plan.phases, strict=True):
         sizes = dispatched_sizes(side, phases)
-        rows = (sum(sizes) if spread else max(sizes)) * plan.config.num_experts_per_tok
+        rows = (sum(sizes) if is_dispatched(side, plan.case) else max(sizes)) * plan.config.num_experts_per_tok
         shape = (rows, plan.config.hidden_size)
         size = math.prod(shape) * ITEM_BYTES[plan.wide_dtype]
-        yield Activation(f"model.layers.{layers[0]}.mlp.experts summands", shape, size, by_choice)
+        yield Activation(f"model.layers.{layers[0]}.mlp.experts summands", shape, size, is_by_choice(side, plan.case))
 
 
 def _rows_held(call: Expected, side: SidePlan) -> int:

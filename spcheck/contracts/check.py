@@ -142,6 +142,8 @@ class _Calls:
         """
         shape = list(s["shape"])
         if w.by_choice:  # how many rows travel is held against the choices themselves (work.py)
+            if shape[0] != sum(s["sizes"]) or shape[0] > w.shape[0]:
+                return False
             called: list[Any] = [s["kind"], s["group"], shape[1:], s["dtype"]]
             return called == [w.kind, w.group, list(w.shape[1:]), w.dtype] and not self._other_layer(w, s)
         if w.sizes is not None and list(w.sizes) != list(s["sizes"]):
@@ -150,10 +152,12 @@ class _Calls:
         return called == [w.kind, w.group, list(w.shape), w.dtype, w.bytes] and not self._other_layer(w, s)
 
     def _other_layer(self, w: Expected, s: dict[str, Any]) -> bool:
-        layers = layer_of(w.where), layer_of(s["module"])
-        # Without SP in all of its layers a sum may be that of the layer before.
-        open_sums = self.side.scheme in ("tp", "moe-sp") and w.kind == "all_reduce"
-        return not open_sums and None not in layers and layers[0] != layers[1]
+        wanted, seen = layer_of(w.where), layer_of(s["module"])
+        if wanted is None or seen is None:
+            return False
+        # Without SP in all of its layers the sum of one is done by the norm of the next.
+        open_sum = self.side.scheme in ("tp", "moe-sp") and (w.kind, w.group) == ("all_reduce", "tp")
+        return seen - wanted not in ((0, 1) if open_sum else (0,))
 
     def _breach(self, number: int, message: str, seen: dict[str, Any] | None, wanted: Expected | None) -> Breach:
         where = (seen or {}).get("module") or (wanted.where if wanted else "engine")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from spcheck.contracts.rows import enters_on_shards
+from spcheck.dispatch import dispatched_sizes, is_dispatched
 from spcheck.phases import Phase
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
@@ -43,16 +44,6 @@ def expected_collectives(plan: Plan, side: SidePlan, dp_rank: int, number: int) 
     phase = phases[dp_rank]
     rows = phase.counts if side.plain else (phase.padded,)
     return [c for n in rows for c in _Table(plan, side, phases, dp_rank, n).forward()]
-
-
-def dispatched_sizes(side: SidePlan, phases: Sequence[Phase]) -> tuple[int, ...]:
-    """Rows of every rank of the group that dispatches, in one forward of all data-parallel ranks.
-
-    Under SP ceil(n_d / tp) of each rank of data-parallel rank d, else n_d.
-    """
-    if side.sharded:
-        return tuple(p.shard_rows(side.tp) for p in phases for _ in range(side.tp))
-    return tuple(p.padded for p in phases)
 
 
 class _Table:
@@ -118,7 +109,7 @@ class _Table:
             yield self.hidden("reduce_scatter", "tp", self.m * self.tp, f"{name}.self_attn")
         else:
             yield self.all_reduce(f"{name}.self_attn")
-        if self.config.is_moe_layer(layer) and not self.side.plain and (self.side.sharded or self.dp > 1):
+        if self.config.is_moe_layer(layer) and is_dispatched(self.side, self.plan.case):
             yield from self.dispatch_and_combine(f"{name}.mlp.experts")
 
     def before_attention(self, name: str, layer: int, first: bool) -> Iterator[Expected]:

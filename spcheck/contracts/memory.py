@@ -28,9 +28,10 @@ def check_memory(plan: Plan, reports: Reports) -> Checked:
             for module, found, wanted in _unequal(held if seen else {}, seen):
                 message = f"{module}: {found} bytes of parameters on rank {rank}, {_wanted(wanted, side)}"
                 breaches.append(Breach("memory", message, subject, module, None, rank))
-            for probe, found, wanted in _unequal({probe: widths.get(probe, 0) for probe in rows}, rows):
-                message = f"{probe}: rows of {found} bytes on rank {rank}, {_wanted(wanted, side)}"
-                breaches.append(Breach("memory", message, subject, probe, None, rank))
+            for probe, found in ((probe, size) for probe, sizes in rows.items() for size in sizes):
+                if found != widths.get(probe, 0):
+                    message = f"{probe}: rows of {found} bytes on rank {rank}, {_wanted(widths.get(probe, 0), side)}"
+                    breaches.append(Breach("memory", message, subject, probe, None, rank))
     return Checked(checked, first_of_each_place(breaches))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from spcheck.contracts.check import Breach, Checked, Reports, first_of_each_place
 from spcheck.contracts.rows import phases_of_probe
+from spcheck.dispatch import carries_ids, expert_rows, is_by_choice, members
 from spcheck.phases import Phase
 from spcheck.place import Place
 from spcheck.plan import Plan
@@ -118,25 +119,35 @@ class _Work:
     def padded_rows(self, probe: str, call: int) -> int:
         """Rows that are no token, over all data-parallel ranks."""
         phases = [_phase(self.plan, probe, call, d) for d in range(self.plan.case.dp)]
-        return sum(self.dispatched(phase) - phase.real for phase in phases)
-
-    def dispatched(self, phase: Phase) -> int:
-        tp = self.side.tp
-        return phase.shard_rows(tp) * tp if self.side.sharded else phase.padded
+        return sum(expert_rows(self.side, phase) - phase.real for phase in phases)
 
     def wrong_travel(self) -> Iterator[Breach]:
         """All-to-all: to each rank go the rows that chose one of its experts, and of padding at most all."""
-        if self.plan.case.all2all_backend != "all_to_all":
+        if not is_by_choice(self.side, self.plan.case):
             return
         chosen = self.rows_to_ranks()
         for report in self.reports:
             for phase in self.plan.phases[self.plan.place(report["rank"]).dp_rank]:
                 calls = report.get(self.subject, {}).get("collectives", {}).get(f"{phase.kind} {phase.call}", [])
+                yield from self.wrong_ways(report["rank"], phase, calls)
                 for call in _travelling(calls):
                     layer = call["module"].partition(".mlp.")[0]
                     if (f"{layer}.mlp.gate.choose.out", phase.call) not in self.excused:
                         wanted = chosen.get((layer, phase.call, self.scope(report["rank"])), [])
                         yield from self.wrong_sizes(report["rank"], phase, call, wanted)
+
+    def wrong_ways(self, rank: int, phase: Phase, calls: list[dict[str, Any]]) -> Iterator[Breach]:
+        """Hidden states and weights go with the ids, to the same ranks, and the results come back by the same way."""
+        by_module: dict[str, list[dict[str, Any]]] = {}
+        for call in calls:
+            if call["kind"] == "all_to_all" and len(call["shape"]) == 2:
+                by_module.setdefault(call["module"], []).append(call)
+        for module, (first, *others) in by_module.items():
+            ways = [(call["sizes"], call["receive"]) for call in (first, *others)]
+            there, back = ways[0], (ways[0][1], ways[0][0])
+            if ways[1:] != [there, there, back]:
+                message = f"{module}: rank {rank} sends and receives {ways}: what goes there together must come back"
+                yield Breach("work", message, self.subject, f"{module}.work", phase.call, rank)
 
     def scope(self, rank: int) -> int:
         """Whose rows a rank sends: its own shard's, or without SP those of its data-parallel rank."""
@@ -152,8 +163,7 @@ class _Work:
         return out
 
     def wrong_sizes(self, rank: int, phase: Phase, call: dict[str, Any], wanted: list[int]) -> list[Breach]:
-        place, ranks = self.plan.place(rank), self.plan.case.ranks
-        group = range(ranks) if self.side.sharded else range(place.tp_rank, ranks, place.tp)
+        place, group = self.plan.place(rank), members(self.side, self.plan.case, rank)
         if self.plan.case.expert_parallel:
             least = [wanted[member] if wanted else 0 for member in group]
         else:
@@ -177,7 +187,7 @@ class _Work:
 
 def _travelling(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each layer the one call that carries expert ids."""
-    return [c for c in calls if c["kind"] == "all_to_all" and c["dtype"] == "int64" and len(c["shape"]) == 2]
+    return [c for c in calls if carries_ids(c["kind"], c["dtype"], len(c["shape"]))]
 
 
 def _phase(plan: Plan, probe: str, call: int, dp_rank: int) -> Phase:

@@ -23,7 +23,7 @@ def accounting_lines(plan: Plan, sides: Mapping[str, SideAccount]) -> Iterator[s
         yield ""
         yield from _side(plan, side)
     yield ""
-    yield from _totals(plan, sides["reference"], sides["candidate"])
+    yield from _totals(sides["reference"], sides["candidate"])
 
 
 def accounting_json(sides: Mapping[str, SideAccount]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _title(first: str, last: str) -> str:
     return f"{start[1]}s {start[2]}-{end[2]}{start[3]}"
 
 
-def _totals(plan: Plan, reference: SideAccount, candidate: SideAccount) -> Iterator[str]:
+def _totals(reference: SideAccount, candidate: SideAccount) -> Iterator[str]:
     both = (reference, candidate)
     yield _total("", reference.name, candidate.name, "ratio")
     calls, more = reference.collectives, candidate.collectives

@@ -144,7 +144,7 @@ def align_alone(pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, 
         for rank in place.peers:
             rows = _own_rows(taps[probe], phase, Place(rank, place.tp, place.dp))
             outgoing[rank][probe] = value[rows].contiguous()
-            if taps[probe].choice:
+            if taps[probe].choice and dispatch.to_replay:
                 outgoing[rank][f"{probe}{_CHOICES}"] = value
     received = world.swap(outgoing)[place.peers.start]
     values = {probe: x for probe, x in received.items() if "#" not in probe}

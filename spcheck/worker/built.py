@@ -86,7 +86,7 @@ def build_key(side: SidePlan, plan: Plan, rank: int, device: torch.device) -> tu
     """Everything that a built engine depends on."""
     case = plan.case
     return (
-        *(side, side == plan.reference, rank, case.tp, case.dp, device, plan.dtype, plan.grid),
+        *(side, rank, case.tp, case.dp, device, plan.dtype, plan.grid),
         *(plan.folder, plan.config, case.seed, case.aux_layers, case.pad_to, case.graph_sizes, case.skip_padding),
         *(case.expert_parallel, case.all2all_backend, case.lora_rank, case.lora_adapters),
     )
@@ -122,7 +122,7 @@ def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Re
         capture=capture,
         padding=PaddingWriter(root, list(subject.padding_inputs(plan.config))),
         # The guard bounds the reference's values.
-        snapper=Snapper(root, plan.config, plan.grid, watch=side == plan.reference) if plan.grid else None,
+        snapper=Snapper(root, plan.config, plan.grid, watch=side.is_reference) if plan.grid else None,
         replay=Replay(root, taps, capture.goes_on_with),
     )
 

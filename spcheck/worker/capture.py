@@ -178,7 +178,7 @@ class PaddingWriter:
             x = x.clone()
             self._write(x[self._real : self._padded], place)
         if self._content == "stale":
-            self._before[place] = x
+            self._before[place] = x.clone()  # the subject may write into its own
         return x
 
     def _write(self, tail: Tensor, place: int) -> None:

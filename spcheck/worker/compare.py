@@ -145,7 +145,7 @@ class Comparer:
         """How many of the rows owned here chose each expert, and how many some expert of each rank of the world."""
         experts, ranks = self._plan.config.n_routed_experts, self._plan.case.ranks
         counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts)
-        blocks = ids.long() // max(experts // ranks, 1)
+        blocks = ids.long() // max(experts // ranks, 1)  # as in spcheck.dispatch.experts_of
         to_rank = [int((blocks == rank).any(dim=1).sum()) for rank in range(ranks)]
         self._report["expert_rows"].append([probe, phase.call, counts.tolist(), to_rank])
 

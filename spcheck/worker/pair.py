@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,8 @@ class _Pair:
         candidate = self._side("candidate", self._plan.candidate)
         reference_taps = side_taps(self._plan.reference, self._plan)
         compare = Comparer(self._plan, self._world, reference_taps, candidate.taps, self._report)
-        for phase, actual in self._values(candidate, replayed=expected):
+        choices = [wanted.choices for _, wanted in expected] if self._plan.replays else []
+        for phase, actual in self._values(candidate, choices):
             compare(phase, expected.pop(0)[1], actual)
         candidate.finish()
         if self._plan.grid is not None:
@@ -102,13 +103,13 @@ class _Pair:
             dispatch = Dispatch(self._plan, side, self._place, phases, {})
             yield phases[self._place.dp_rank], align_alone([], {}, self._world, dispatch)
 
-    def _values(self, side: Side, replayed: Sequence[tuple[Phase, Aligned]] = ()) -> Iterator[tuple[Phase, Aligned]]:
-        """Every forward and the caches of a side; as a candidate it may go on with the choices of the reference."""
+    def _values(self, side: Side, choices: Sequence[Mapping[str, Tensor]] = ()) -> Iterator[tuple[Phase, Aligned]]:
+        """Every forward and the caches of a side, which may go on with another's ``choices``, one for each forward."""
         complete = align if side.plan.tp == self._place.tp else align_alone
-        for phases in self._phases:
+        for number, phases in enumerate(self._phases):
             phase = phases[self._place.dp_rank]
-            if self._plan.replays and replayed:
-                side.replay(phase, replayed[0][1].choices)
+            if choices:
+                side.replay(phase, choices[number])
             pieces = side.run(phase)
             dispatch = Dispatch(self._plan, side.plan, self._place, phases, side.received)
             yield phase, complete(pieces, side.taps, self._world, dispatch)

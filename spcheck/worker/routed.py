@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spcheck.dispatch import expert_rows, experts_of, is_by_choice, is_dispatched
 from spcheck.phases import Phase
 from spcheck.place import Place
 from spcheck.plan import Plan
@@ -35,17 +36,12 @@ class Dispatch:
     @property
     def by_choice(self) -> bool:
         """Whether a row travels only to ranks that own one of its experts."""
-        return self.spread and self.plan.case.all2all_backend == "all_to_all"
+        return is_by_choice(self.side, self.plan.case)
 
     @property
     def to_replay(self) -> bool:
         """Whether the other side goes on with the choices of this one."""
-        return self.plan.replays and self.side == self.plan.reference
-
-    @property
-    def spread(self) -> bool:
-        """Whether rows are dispatched at all."""
-        return not self.side.plain and (self.side.sharded or self.plan.case.dp > 1)
+        return self.plan.replays and self.side.is_reference
 
     @property
     def ranks(self) -> range:
@@ -53,11 +49,8 @@ class Dispatch:
         return self.place.peers if self.side.plain else range(self.place.dp * self.place.tp)
 
     def experts(self, rank: int) -> range | None:
-        """Experts that a rank computes, in blocks of world ranks; None where each has channels of all of them."""
-        if self.side.plain or not self.plan.case.expert_parallel:
-            return None
-        block = self.plan.config.n_routed_experts // (self.place.dp * self.place.tp)
-        return range(rank * block, (rank + 1) * block)
+        """Experts that a rank computes; None where each has channels of all of them."""
+        return experts_of(self.side, self.plan.case, self.plan.config, rank)
 
     def outgoing(self, probe: str, value: Tensor, owner: Place) -> Tensor:
         """Of the dispatched rows [R, F, k] those that another rank must have to complete its own rows."""
@@ -83,14 +76,15 @@ class Dispatch:
         if ids is None:
             return out.fill_(math.nan)
         sent = self._sent(ids, rank)
-        real = sent[sent < self._real(ids)]
+        real = sent[sent < self._real]
         if len(real) > len(part):
             return out.fill_(math.nan)
         mine = (real >= base) & (real < base + len(own))
         out[real[mine] - base] = part[: len(real)][mine]
         return out
 
-    def _real(self, ids: Tensor) -> int:
+    @property
+    def _real(self) -> int:
         """Of this rank's rows at the experts those that are tokens."""
         phase = self.phases[self.place.dp_rank]
         return len(self._own(self.place)) if self.side.sharded else phase.real
@@ -114,11 +108,9 @@ class Dispatch:
 
     def _offset(self, dp_rank: int) -> int:
         """The first dispatched row of a data-parallel rank."""
-        if not self.spread:
+        if not is_dispatched(self.side, self.plan.case):
             return 0
-        before = self.phases[:dp_rank]
-        tp = self.side.tp
-        return sum(p.shard_rows(tp) * tp if self.side.sharded else p.padded for p in before)
+        return sum(expert_rows(self.side, phase) for phase in self.phases[:dp_rank])
 
 
 def joined(parts: Sequence[Tensor], placement: str) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spcheck.comm.interface import World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
+from spcheck.dispatch import carries_ids
 from spcheck.phases import Phase
 from spcheck.place import Place
 from spcheck.plan import Plan
@@ -20,7 +21,7 @@ from spcheck.subject import Chunk, Tap
 from spcheck.worker.built import Built, EnginePool, build, build_key, own_groups
 from spcheck.worker.capture import Piece
 
-_RESIDUAL = ("layernorm.in", "norm.in")
+_RESIDUAL = ("input_layernorm.in", "post_attention_layernorm.in", "model.norm.in", "shared_head.norm.in")
 
 
 class Side:
@@ -89,7 +90,7 @@ class Side:
         self._trace.begin(self.plan.module, f"{phase.kind} step {phase.call}")
         self._ready.padding.expect(phase.real, phase.padded)
         if self._ready.snapper and self._ready.packed:
-            self._ready.snapper.expect({phase.padded: phase.real, self._shard_rows(phase): len(self._owned(phase))})
+            self._ready.snapper.expect(self._real_rows(phase))
         everyone = list(phase.requests)
         try:
             for requests in [everyone] if self._ready.packed else [[r] for r in everyone]:
@@ -150,8 +151,13 @@ class Side:
         """The innermost probed module that runs; a subject may also call collectives while it is built."""
         return self._built.capture.module if self._built else ""
 
-    def _shard_rows(self, phase: Phase) -> int:
-        return phase.shard_rows(self.plan.tp)
+    def _real_rows(self, phase: Phase) -> dict[int, int]:
+        """Of so many rows so many are real. Where a shard looks like a batch, the more: padding more is no harm."""
+        real = {phase.padded: phase.real}
+        if self.plan.sharded:
+            rows = phase.shard_rows(self.plan.tp)
+            real[rows] = max(len(self._owned(phase)), real.get(rows, 0))
+        return real
 
     def _owned(self, phase: Phase) -> range:
         return phase.owned(self._place.tp_rank, self.plan.tp)
@@ -173,18 +179,20 @@ class Side:
             elif tap.compared and not tap.routed:
                 rows.setdefault(piece.probe, []).append(piece.value.shape[0])
             if tap.kind == "value":
-                self.log["row_bytes"][piece.probe] = math.prod(piece.value.shape[1:]) * piece.value.element_size()
+                size = math.prod(piece.value.shape[1:]) * piece.value.element_size()
+                sizes = self.log["row_bytes"].setdefault(piece.probe, [])
+                sizes += [size] if size not in sizes else []
             self._see_residual(phase, piece, tap)
         self.log["rows"] += [[probe, phase.call, counts] for probe, counts in rows.items()]
         self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
-        ids = [r for r in self._records if r.kind == "all_to_all" and r.dtype == "int64" and len(r.shape) == 2]
-        self.received |= {record.module: record.receive for record in ids}
+        ids = [r for r in self._records if carries_ids(r.kind, r.dtype, len(r.shape))]
+        self.received = {record.module: record.receive for record in ids}
         self._records.clear()
 
     def _see_residual(self, phase: Phase, piece: Piece, tap: Tap) -> None:
         """The guard bounds the reference's residual streams as well, which pass no snap."""
         snapper = self._ready.snapper
-        if snapper and self.plan == self._plan.reference and piece.probe.endswith(_RESIDUAL):
+        if snapper and self.plan.is_reference and piece.probe.endswith(_RESIDUAL):
             sharded = tap.placement == "Shard(0)"
             real = len(self._owned(phase)) if sharded else phase.real
             snapper.see_largest(piece.probe, piece.value[:real])

@@ -94,7 +94,9 @@ class Snapper:
     def _snapped(self, point: Point, x: Tensor, bits: int) -> Tensor:
         rounded = snap(x, bits)
         if self._watch:
-            self._see_norms(point.probe, torch.linalg.vector_norm(self._real_rows(rounded), dim=-1))
+            # Rows of pairs are not token rows, whatever their number.
+            rows = rounded if ".experts." in point.probe else self._real_rows(rounded)
+            self._see_norms(point.probe, torch.linalg.vector_norm(rows, dim=-1))
         return rounded
 
     def _see_norms(self, name: str, norms: Tensor) -> None:

@@ -8,8 +8,8 @@ from spcheck.contracts.rows import expected_rows, phases_of_probe
 from spcheck.plan import make_plan
 from spcheck.schemes import SidePlan
 
-SIDES = {scheme: SidePlan("optimized", scheme, "", 2) for scheme in ("tp", "moe-sp", "full-sp")}
-SIDES["reference"] = SidePlan("reference", "reference", "", 2)
+SIDES = {scheme: SidePlan("candidate", "optimized", scheme, "", 2) for scheme in ("tp", "moe-sp", "full-sp")}
+SIDES["reference"] = SidePlan("reference", "reference", "reference", "", 2)
 
 
 def plan_of(**options):
