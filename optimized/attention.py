@@ -39,8 +39,10 @@ class MLAAttention(nn.Module):
         self.q_rope, self.k_rope = InterleavedRotary(rotary), InterleavedRotary(rotary)
         self.indexer = Indexer(config, loader.at("indexer"), rotary) if config.has_indexer else None
         expand = loader.rows("kv_b_proj.weight", block).view(self.heads, -1, config.kv_lora_rank)
-        self.absorb_key = nn.Parameter(expand[:, : config.qk_nope_head_dim].contiguous(), requires_grad=False)
-        self.absorb_value = nn.Parameter(expand[:, config.qk_nope_head_dim :].mT.contiguous(), requires_grad=False)
+        key, value = expand[:, : config.qk_nope_head_dim], expand[:, config.qk_nope_head_dim :].mT
+        # Clones, since a single head's parts are contiguous where they lie, and would keep the whole matrix.
+        self.absorb_key = nn.Parameter(key.clone(memory_format=torch.contiguous_format), requires_grad=False)
+        self.absorb_value = nn.Parameter(value.clone(memory_format=torch.contiguous_format), requires_grad=False)
         self.softmax = Softmax()
         self.o_proj = Linear(loader.columns("o_proj.weight", block))
         self.cache = torch.empty(0)

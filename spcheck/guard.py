@@ -26,6 +26,9 @@ from spcheck.exact import LIMIT, Grid
 
 Norms = Mapping[str, float]
 
+ROUTED = ".mlp.experts.act_fn.out"
+"""How the name of the routed experts' inner values ends."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -47,7 +50,7 @@ def merge_norms(ranks: Sequence[Norms]) -> dict[str, float]:
 
 
 def largest_norms(ranks: Sequence[Norms]) -> dict[str, float]:
-    """Over data-parallel ranks, which hold whole values of different tokens: the largest."""
+    """Over ranks that hold whole values: the largest."""
     names = {name for norms in ranks for name in norms}
     return {name: _largest([norms[name] for norms in ranks if name in norms]) for name in names}
 

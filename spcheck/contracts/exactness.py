@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spcheck.exact import LIMIT, Grid
-from spcheck.guard import Product, largest_norms, merge_norms, products
+from spcheck.guard import ROUTED, Product, largest_norms, merge_norms, products
 from spcheck.plan import Plan
 
 Reports = Sequence[dict[str, Any]]
@@ -42,11 +42,11 @@ class Exactness:
 
 def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     """The guard on what the ranks measured; None where nothing is rounded, or where the run did not come to its end."""
-    norms = _norms_by_dp_rank(plan, reports)
+    norms = norms_by_dp_rank(plan, reports)
     weights = [r.get("weight_norms") for r in reports]
     if plan.grid is None or not reports or norms is None or not all(w is not None for w in weights):
         return None
-    merged = largest_norms(norms) | merge_norms([w for w in weights if w])
+    merged = reference_norms(plan, reports, norms) | merge_norms([w for w in weights if w])
     longest = max(n for d in range(plan.case.dp) for n in plan.lengths(d))
     made = products(plan.config, plan.grid, merged, longest)
     doubts = [_doubt(p, plan.grid) for p in made if not p.exact]
@@ -57,7 +57,12 @@ def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     return Exactness(plan.grid.name, len(made), tightest, tuple(doubts), (*vacuous, *strayed))
 
 
-def _norms_by_dp_rank(plan: Plan, reports: Reports) -> list[dict[str, float]] | None:
+def reference_norms(plan: Plan, reports: Reports, by_dp_rank: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The largest norm of every value that the reference rounded, over the whole world."""
+    return largest_norms(by_dp_rank) | _routed_norms(plan, reports)
+
+
+def norms_by_dp_rank(plan: Plan, reports: Reports) -> list[dict[str, float]] | None:
     """What each data-parallel rank's reference measured, over its ranks; None where one of them says nothing."""
     busy = [d for d in range(plan.case.dp) if plan.requests(d)]
     ran = [r for r in reports if plan.place(r["rank"]).tp_rank < plan.reference.tp]
@@ -66,6 +71,18 @@ def _norms_by_dp_rank(plan: Plan, reports: Reports) -> list[dict[str, float]] | 
     if not all(norms for log in logs for norms in log) or not all(logs):
         return None
     return [merge_norms([norms for norms in log if norms]) for log in logs]
+
+
+def _routed_norms(plan: Plan, reports: Reports) -> dict[str, float]:
+    """Experts of a reference that dispatches compute rows of all data-parallel ranks, on idle ones too.
+
+    Whole experts have whole values; of experts in channels every rank of the world has a part.
+    """
+    if plan.reference.plain:
+        return {}
+    logs = [r.get("reference", {}).get("norms") or {} for r in reports]
+    routed = [{name: norm for name, norm in log.items() if name.endswith(ROUTED)} for log in logs]
+    return largest_norms(routed) if plan.case.expert_parallel else merge_norms(routed)
 
 
 def _doubt(product: Product, grid: Grid) -> str:

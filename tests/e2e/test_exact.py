@@ -1,6 +1,7 @@
 """Exact arithmetic on the real pair: every snap is needed, the guard names what breaks it, straddles are told."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import spcheck.worker.snap
 import spcheck.worker.weights
 from optimized.attention import Softmax
 from spcheck.case import Case
+from spcheck.contracts.exactness import norms_by_dp_rank, reference_norms
 from spcheck.exact import GRIDS, points
+from spcheck.launch.ranks import run_threads
 from spcheck.plan import make_plan
+from spcheck.verdict import conclude
 from tests.conftest import compare_case
 
 CASES = [
@@ -128,3 +132,24 @@ def test_a_straddle_is_inconclusive_and_never_equal(monkeypatch):
         comparison = compared({"tp": 1, "requests": ((17,),), "mtp_steps": 0})
         assert comparison.verdict.outcome == outcome, comparison.verdict.findings
     assert "straddle" in {f.kind for f in comparison.verdict.findings}
+
+
+@pytest.mark.parametrize("requests", [((9,), (7,)), ((9,), ())])
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_a_dispatching_reference_is_bounded_like_the_plain_one(requests, expert_parallel):
+    """Its experts see rows of all data-parallel ranks: the guard must not take one rank's part for the whole."""
+    world = {"requests": requests, "tp": 1, "expert_parallel": expert_parallel, "backend": "loopback"}
+    sides = {"candidate": "optimized:tp"}, {"reference": "optimized:tp", "candidate": "reference"}
+    plain, swapped = (norms_of(make_plan(Case(**world, **pair))) for pair in sides)
+    assert len(plain) > 100
+    assert plain.keys() == swapped.keys()
+    for name, norm in plain.items():
+        # Of channels the largest of each rank's part is known, and these may be of different rows.
+        parts = 1 if expert_parallel or not name.endswith(".mlp.experts.act_fn.out") else len(requests)
+        assert norm * (1 - 1e-12) <= swapped[name] <= norm * math.sqrt(parts) * (1 + 1e-12), name
+
+
+def norms_of(plan):
+    reports = run_threads(plan)
+    assert conclude(plan, reports, {}, None).verdict.outcome == "EQUAL"
+    return reference_norms(plan, reports, norms_by_dp_rank(plan, reports))

@@ -26,7 +26,10 @@ AXES: dict[str, tuple[Value, ...]] = {
     "aux_layers": ("none", "first", "some", "all"),
     "model": ("dsv32-tiny", "dsv32-alternating"),
     "router": ("groups", "one-group", "unnormalised"),
+    "pair": ("plain", "alone", "from-tp", "from-full-sp", "swapped"),
 }
+"""``pair``: a plain reference on all ranks or on the first of each DP rank, an optimized one in ``tp`` or ``full-sp``,
+or an optimized reference in ``scheme`` with the plain model as candidate."""
 
 DEEP: tuple[tuple[str, ...], ...] = (
     ("tp", "dp", "scheme", "all2all_backend", "skip_padding", "padding_content"),
@@ -38,7 +41,17 @@ GRAPH_SIZES = (1, 2, 4, *range(8, 65, 8))
 _ROOM = {"snug": 0, "loose": 1, "wide": 6}  # rows that pad_to has over the largest DP rank's
 # An earlier step, cut to the DP ranks there are. No first rank of AXES has as many rows, and other ranks idle.
 _PREVIOUS: dict[Value, Requests] = {"few": ((4,), (), (1,)), "many": ((7, 13), (6,), ())}
-_NOT_FIELDS = {"dp", "first", "others", "previous", "padding", "aux_layers", "router"}  # axes that a field is made from
+_NOT_FIELDS = {
+    "dp",
+    "first",
+    "others",
+    "previous",
+    "padding",
+    "aux_layers",
+    "router",
+    "pair",
+    "scheme",
+}  # axes that a field is made from
 _LAYERS = {"dsv32-tiny": 5, "dsv32-alternating": 6}
 _AUX = {"none": (), "first": (0,), "some": (1, 3)}
 _ROUTERS: dict[Value, dict[str, Value]] = {
@@ -65,6 +78,11 @@ RULES = (
         ("all2all_backend", "dp", "scheme"),
         lambda row: row["all2all_backend"] == "allgather_reducescatter" or row["dp"] != 1 or row["scheme"] != "tp",
     ),
+    Rule(("pair", "scheme"), lambda row: row["pair"] != f"from-{row['scheme']}"),  # a pair needs two
+    Rule(("pair", "tp"), lambda row: row["pair"] != "from-full-sp" or row["tp"] != 1),
+    Rule(("pair", "tp"), lambda row: row["pair"] != "alone" or row["tp"] != 1),  # one rank is always alone
+    Rule(("pair", "expert_parallel"), lambda row: row["pair"] != "from-full-sp" or bool(row["expert_parallel"])),
+    Rule(("pair", "lora_adapters"), lambda row: row["pair"] != "from-full-sp" or not row["lora_adapters"]),
     Rule(("dp", "others"), lambda row: (row["dp"] == 1) == (row["others"] == "alone")),
     Rule(("dp", "first", "others"), lambda row: any(requests_of(row))),
     # Content that no row takes would be a value in name only.
@@ -118,10 +136,22 @@ def _pad_to(row: Row) -> int | None:
     return max(map(sum, (*requests_of(row), *(previous_of(row) or ())))) + _ROOM[str(row["padding"])]
 
 
+def sides_of(row: Row) -> dict[str, Any]:
+    """Who is compared with whom."""
+    scheme = str(row["scheme"])
+    if row["pair"] == "swapped":
+        return {"reference": f"optimized:{scheme}", "candidate": "reference"}
+    world = 1 if row["pair"] == "alone" else None
+    reference = f"optimized:{str(row['pair']).removeprefix('from-')}"
+    plain = not str(row["pair"]).startswith("from-")
+    return {"reference": "reference" if plain else reference, "reference_world": world, "scheme": scheme}
+
+
 def case_of(row: Row) -> dict[str, Any]:
     """The fields of the case that a valid row stands for."""
     return {
         **{name: row[name] for name in AXES if name not in _NOT_FIELDS},
+        **sides_of(row),
         "requests": requests_of(row),
         "previous": previous_of(row),
         "pad_to": _pad_to(row),
