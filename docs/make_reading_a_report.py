@@ -48,6 +48,9 @@ EXAMPLES = {
     "healthy": Example("--tp 2 --tokens 17"),
     "value": Example("--tp 2 --tokens 17", "one-rank-holds-another-replica"),
     "contract": Example("--tp 2 --tokens 17", "sp-rows-not-in-the-padding-mask"),
+    "parallel": Example(
+        "--tp 2 --requests 5/11/- --previous 7/-/3 --graph-sizes 8,16 --padding-content stale --collectives"
+    ),
     "quiet": Example("--tp 2 --tokens 17 --quiet", "one-rank-holds-another-replica"),
     "verbose": Example("--tp 2 --tokens 17 --verbose", "one-rank-holds-another-replica", _around_the_first_difference),
 }

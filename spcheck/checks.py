@@ -21,13 +21,16 @@ def check_requests(case: Case) -> None:
         UsageError: there are none, or they do not fit the data-parallel ranks.
     """
     if not any(case.requests):
-        raise UsageError("there is no request: give --tokens or --requests")
+        idle = f": all data-parallel ranks of {requests_text(case.requests)} are idle" if case.requests else ""
+        raise UsageError(f"there is no request{idle or ': give --tokens or --requests'}")
     for option, requests in (("--requests", case.requests), ("--previous", case.previous or ())):
         if bad := [n for here in requests for n in here if n < 1]:
-            raise UsageError(f"a request needs at least 1 token, not {bad[0]} ({option} {requests_text(requests)})")
+            of = f" ({option} {requests_text(requests)})" if len(requests) > 1 or option == "--previous" else ""
+            raise UsageError(f"a request needs at least 1 token, not {bad[0]}{of}")
     if case.previous is not None and len(case.previous) != case.dp:
         text = requests_text(case.previous)
-        raise UsageError(f"--previous {text} is for {len(case.previous)} data-parallel ranks, and there are {case.dp}")
+        many = f"{len(case.previous)} data-parallel rank{'s' if len(case.previous) > 1 else ''}"
+        raise UsageError(f"--previous {text} is for {many}, and there are {case.dp}: part them with slashes")
 
 
 def check_counts(case: Case) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from spcheck.guard import ROUTED
 from spcheck.merge import ProbeResult
 from spcheck.phases import Phase
 
@@ -44,6 +45,8 @@ def _scaling(ratio: float, groups: list[int]) -> str:
 
 def _why_infinite(result: ProbeResult) -> str:
     worst = result.worst or {}
+    if result.probe.endswith(ROUTED):
+        return "a (token, expert) pair that no rank computed, or a rank with other experts: expert placement?"
     if -math.inf in (worst.get("expected"), worst.get("actual")):
         return "allowed on one side and forbidden on the other: a mask?"
     if result.reference_nan:

@@ -17,6 +17,7 @@ def bound_of(numerics: str, probe: str) -> float:
     return exact_bound(probe) if numerics == "exact" else BOUNDS[numerics]
 
 
+PASSES = ("EQUAL", "EQUIVALENT")
 EXIT_CODES = {"EQUAL": 0, "EQUIVALENT": 0, "DIVERGED": 1, "INCONCLUSIVE": 3, "FAILED": 4}
 SEVERITY = ("EQUAL", "EQUIVALENT", "INCONCLUSIVE", "DIVERGED", "FAILED")
 """Over several findings the worst wins."""

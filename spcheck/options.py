@@ -51,6 +51,8 @@ def _requests(_: click.Context, __: click.Parameter, value: str | None) -> Reque
     parts = [here.strip() for here in value.split("/")]
     if "" in parts:
         raise click.BadParameter(f"{value!r} has an empty part: an idle data-parallel rank is a dash, as in 5,1/-")
+    if mixed := [here for here in parts if "-" in here.split(",") and here != "-"]:
+        raise click.BadParameter(f"{mixed[0]!r}: a dash stands alone, for an idle data-parallel rank, as in 5,1/-")
     return tuple(() if here == "-" else _whole_numbers(here) for here in parts)
 
 
@@ -102,7 +104,7 @@ _OPTIONS = [
                  help="Overrides a key of the model's config.json; repeatable."),
     click.option("--lora-rank", type=int, default=0, show_default=True, help="Rank of the LoRA adapters."),
     click.option("--lora-adapters", type=int, default=0, show_default=True,
-                 help="Adapters, random ones; requests use them in turn, and then none."),
+                 help="Random adapters; the requests of all data-parallel ranks use them in turn, and then none."),
     click.option("--reference", default="reference", show_default=True, metavar="SUBJECT[:SCHEME]",
                  help="What is compared with: reference, or optimized:tp and the like."),
     click.option("--candidate", default="optimized", show_default=True, metavar="SUBJECT[:SCHEME]",
@@ -121,11 +123,13 @@ _OPTIONS = [
                  help="Layers whose input is kept as an auxiliary hidden state (EAGLE-style drafters)."),
     click.option("--pad-to", type=int, help="Pads the step to this many rows, as a captured CUDA graph does."),
     click.option("--graph-sizes", callback=_graph_sizes, metavar="N,N,...", default="none", show_default=True,
-                 help="Captured sizes: every forward is padded to the next one; default is what engines capture."),
+                 help="Captured sizes: every forward is padded to the next one. default: 1, 2, 4, then every 8 to 256, "
+                      "every 16 to 512."),
     click.option("--skip-padding/--no-skip-padding", default=None,
                  help="Whether padded rows are routed; default from VLLM_MOE_SKIP_PADDING, else skipped."),
     click.option("--padding-content", type=click.Choice(PADDING_CONTENTS), default="zero", show_default=True,
-                 help="What padded rows hold; stale: the rows of the step before."),
+                 help="What padded rows hold. stale: the rows of the step before (--previous, or one that fills the "
+                      "batch)."),
     click.option("--seed", type=int, default=0, show_default=True, help="Weights of a preset, tokens, padding."),
     click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
                  help="What joins the ranks."),
@@ -148,7 +152,10 @@ def case_of(options: dict[str, Any]) -> Case:
         UsageError: they contradict each other, or a number cannot be; one sentence.
     """
     options = dict(options)
-    requests = _requests_of(options.pop("tokens"), options.pop("requests"), options.pop("dp"))
+    tokens, dp = options.pop("tokens"), options.pop("dp")
+    requests = _requests_of(tokens, options.pop("requests"), dp)
+    if tokens is not None and len(options["previous"] or ()) == 1:
+        options["previous"] *= len(requests)  # as --tokens, on every data-parallel rank
     if options["skip_padding"] is None:
         options["skip_padding"] = _skip_padding_default()
     if not 0 < options["timeout"] <= _LONGEST:
@@ -169,7 +176,7 @@ def _requests_of(tokens: int | None, requests: Requests | None, dp: int | None) 
         return ((tokens,),) * (dp or 1)
     if dp is not None and dp != len(requests):
         parts = f"{len(requests)} part{'s' if len(requests) > 1 else ''}"
-        raise UsageError(f"--requests has {parts}, one for each data-parallel rank, and --dp is {dp}")
+        raise UsageError(f"--requests has {parts}, one for each data-parallel rank, and --dp is {dp} (5,1/11/- has 3)")
     return requests
 
 

@@ -102,12 +102,11 @@ def resolve_scheme(case: Case, asked: str, asked_by: str) -> tuple[str, str]:
     excluded = _why_no_sp(case)
     if asked in SP_SCHEMES and excluded:
         raise UsageError(f"{asked_by} cannot be: {excluded}")
-    if asked == "tp":
-        return "tp", f"asked for with {asked_by}"
-    if excluded:
-        return "tp", excluded
+    if asked == "tp" or excluded:
+        reason = f"asked for with {asked_by}" if asked == "tp" else str(excluded)
+        return "tp", reason + (f"; rows dispatched over dp {case.dp}, backend {case.all2all_backend}" * (case.dp > 1))
     condition = f"expert parallel on, tp {case.tp} > 1, backend {case.all2all_backend}"
-    return ("full-sp" if asked == "auto" else asked), condition
+    return ("full-sp", condition) if asked == "auto" else (asked, f"{condition}; asked for with {asked_by}")
 
 
 def _why_no_sp(case: Case) -> str | None:

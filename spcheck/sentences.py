@@ -56,4 +56,6 @@ def place(where: dict[str, Any] | None, plan: Plan) -> str:
     if where is None or where.get("request") is None:
         return "no single row" if where is None else f"rank {where['rank']}"
     dp_rank = f"DP rank {where['dp']} " if plan.case.dp > 1 else ""
-    return f"{dp_rank}request {where['request']} token {where['position']}, rank {where['rank']}"
+    request, own = where["request"], len(plan.case.requests[where["dp"]])
+    of = f"request {request}" if request < own else f"previous step's request {request - own}"
+    return f"{dp_rank}{of} token {where['position']}, rank {where['rank']}"

@@ -73,7 +73,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     findings += _value_findings(plan, results, first, exactness)
     findings += _exactness_findings(plan, results, exactness)
     findings += _pairing_findings(plan, results, reports) if failure is None else []
-    findings += [_breach_finding(b) for c in contracts for b in c.breaches]
+    findings += [finding for checked in contracts for finding in _breach_findings(checked)]
     findings += _scheme_findings(plan, reports)
     findings = _causes_first(results, first, findings)
     verdict = Verdict(
@@ -191,13 +191,22 @@ def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Seque
     return findings
 
 
-def _breach_finding(breach: Breach) -> Finding:
+def _breach_findings(checked: Checked) -> list[Finding]:
+    """The first breach of each forward; one of a layer is followed by one of every layer behind it."""
+    by_forward: dict[tuple[str, str, int | None], list[Breach]] = {}
+    for breach in checked.breaches:
+        by_forward.setdefault((breach.rule, breach.subject, breach.call), []).append(breach)
+    return [_breach_finding(first, len(others)) for first, *others in by_forward.values()]
+
+
+def _breach_finding(breach: Breach, others: int) -> Finding:
     # A reference that breaks its own contract proves nothing about the candidate.
     outcome = "DIVERGED" if breach.subject == "candidate" else "INCONCLUSIVE"
     nowhere = {"dp": None, "request": None, "position": None, "rank": breach.rank}
     at = None if breach.probe is None else {"probe": breach.probe, "call": breach.call, **nowhere}
     prefix = "" if breach.subject == "candidate" else "reference: "
-    return Finding(breach.rule, outcome, prefix + breach.message, at)
+    more = f" (and {others} more of this kind)" if others else ""
+    return Finding(breach.rule, outcome, prefix + breach.message + more, at)
 
 
 def _scheme_findings(plan: Plan, reports: Sequence[RankReport]) -> list[Finding]:

@@ -54,9 +54,9 @@ class Forward:
 class SideAccount:
     """One side of the pair.
 
-    ``dp_rank`` is the data-parallel rank with the most tokens in the case's own target step, and ``collectives`` and
-    ``bytes_per_step`` are what a rank of it calls there and hands in. ``bytes_per_token``: what one rank of every
-    data-parallel rank hands in, over all tokens of the step; padding costs bytes and is no token.
+    ``dp_rank`` is the data-parallel rank with the most tokens in the case's own target step, and ``collectives`` are
+    what a rank of it calls there. ``bytes_per_step``: what one rank of every data-parallel rank hands in there, idle
+    ones too; ``bytes_per_token`` is that over all tokens of the step: padding costs bytes and is no token.
     ``seen_bytes_per_token`` is the mean over the ranks, None where one of them logged nothing. ``parameters`` are bytes
     of one rank by :data:`~spcheck.contracts.parameters.PARTS`, ``activations`` the largest by part of the model.
     """
@@ -121,7 +121,7 @@ class _Account:
             tp=side.tp,
             dp_rank=fullest,
             collectives=len(step[fullest]),
-            bytes_per_step=sum(call.bytes for call in step[fullest]),
+            bytes_per_step=sum(call.bytes for calls in step for call in calls),
             bytes_per_token=sum(call.bytes for calls in step for call in calls) / tokens,
             at_most=any(call.by_choice for calls in step for call in calls),
             seen_bytes_per_token=None if seen is None else seen / side.tp / tokens,

@@ -37,7 +37,7 @@ def _document(side: SideAccount) -> dict[str, Any]:
 
 
 def _side(plan: Plan, side: SideAccount) -> Iterator[str]:
-    yield _row(f"{side.name}, rank {side.dp_rank * plan.case.tp}", "collective", "group", "calls", "bytes", "seen")
+    yield _row(f"{side.name}, rank {side.dp_rank * plan.case.tp}", "collective", "group", "calls", "expected", "seen")
     steps = [f for f in side.forwards if f.dp_rank == side.dp_rank and not f.name.startswith("previous")]
     for title, rows in _merged(steps):
         for row in rows:
@@ -81,7 +81,7 @@ def _totals(reference: SideAccount, candidate: SideAccount) -> Iterator[str]:
     yield _compared("bytes per step", [s.bytes_per_step for s in both], [s.at_most for s in both])
     yield _compared("bytes per token", [s.bytes_per_token for s in both], [s.at_most for s in both])
     if None not in (seen := [side.seen_bytes_per_token for side in both]):
-        yield _compared("  seen", [size or 0 for size in seen])
+        yield _compared("bytes per token, seen", [size or 0 for size in seen])
     yield _compared("parameters per rank", [side.parameter_bytes for side in both])
     for part in reference.parameters:
         sizes = [side.parameters[part] for side in both]

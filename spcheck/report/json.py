@@ -12,6 +12,7 @@ from spcheck.contracts.check import Checked
 from spcheck.exact import STEP_BOUND
 from spcheck.judge import BOUNDS
 from spcheck.merge import total_choices
+from spcheck.notes import notes
 from spcheck.report.accounting import accounting_json
 from spcheck.verdict import Comparison
 
@@ -34,6 +35,7 @@ def _document(c: Comparison) -> dict[str, Any]:
         "scheme_reason": c.verdict.reason,
         "sides": {name: asdict(side) for name, side in c.plan.sides},
         "case": case.id,
+        "notes": notes(c.plan),
         "numerics": _numerics(c),
         "choices": asdict(total_choices(c.results)),
         "activations": {"compared": c.compared, "bitwise_equal": c.bitwise_equal},

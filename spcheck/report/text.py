@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from io import StringIO
 
 from rich.console import Console, JustifyMethod
-from rich.markup import escape as escape_markup
 from rich.table import Table
 
-from spcheck.case import requests_text
 from spcheck.contracts.check import Checked
 from spcheck.exact import LIMIT
+from spcheck.judge import PASSES
 from spcheck.merge import ProbeResult, total_choices
 from spcheck.phases import layer_of
 from spcheck.plan import Plan
 from spcheck.printable import printable
 from spcheck.report.accounting import accounting_lines
 from spcheck.report.failure import failure_lines
+from spcheck.report.head import escape, head_lines
 from spcheck.report.probes import probe_lines
 from spcheck.sentences import place
 from spcheck.verdict import Comparison
@@ -37,7 +37,7 @@ def to_text(
         file=StringIO(), width=width, force_terminal=color, no_color=not color, highlight=False, soft_wrap=True
     )
     with console.capture() as capture:
-        for line in _head(comparison):
+        for line in head_lines(comparison):
             console.print(line)
         for line in probe_lines(comparison, width) if verbose else ():
             console.print(escape(line))
@@ -57,15 +57,11 @@ def to_text(
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
-def escape(text: str) -> str:
-    """Text from a name, a path or an error for rich: neither markup nor anything a terminal would obey."""
-    return escape_markup(printable(text))
-
-
 def verdict_line(comparison: Comparison) -> str:
     """``EQUIVALENT, scheme full-sp: ...`` in one line, without markup."""
     v = comparison.verdict
-    exercised = "" if any(side.sharded for _, side in comparison.plan.sides) else ": SP not exercised"
+    no_sp = v.outcome in PASSES and not any(side.sharded for _, side in comparison.plan.sides)
+    exercised = ": SP not exercised" if no_sp else ""
     return f"{v.outcome}, scheme {v.scheme}{exercised}"
 
 
@@ -82,32 +78,6 @@ def to_line(comparison: Comparison) -> str:
 
 def _counts(c: Comparison) -> str:
     return f"{c.compared} probes compared, {c.bitwise_equal} bitwise equal"
-
-
-def _head(c: Comparison) -> Iterable[str]:
-    case = c.plan.case
-    world = f"tp {case.tp}" + (f"  dp {case.dp}" if case.dp > 1 else "")
-    backend = c.environment.get("backend", case.backend)
-    what = [case.model, world, f"tokens {requests_text(case.requests)}", _numerics(c), f"mtp steps {case.mtp_steps}"]
-    yield escape("  ".join([*what, backend]))
-    if not (c.plan.reference.plain and c.plan.reference.tp == case.tp):
-        yield escape(_reference(c))
-    yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
-    if "code" in c.environment:
-        yield escape(f"reference and candidate from {c.environment['code']}")
-    yield ""
-
-
-def _reference(c: Comparison) -> str:
-    side = c.plan.reference
-    if side.tp < c.plan.case.tp:
-        return f"reference {side.name}, on one rank" + (" of each DP rank" if c.plan.case.dp > 1 else "")
-    return f"reference {side.name}: {side.reason}"
-
-
-def _numerics(c: Comparison) -> str:
-    grid = c.plan.grid
-    return f"exact (grid {grid.name})" if grid else c.plan.case.numerics
 
 
 def _table(c: Comparison, width: int) -> Table:
@@ -188,7 +158,9 @@ def _brief(result: ProbeResult, plan: Plan) -> str:
     if where is None or where.get("request") is None:
         return ""
     dp_rank = f"d{where['dp']} " if plan.case.dp > 1 else ""
-    return f"{dp_rank}r{where['request']} t{where['position']}"
+    request = where["request"]
+    own = len(plan.case.requests[where["dp"]])
+    return f"{dp_rank}{f'r{request}' if request < own else f'p{request - own}'} t{where['position']}"
 
 
 def _contracts(c: Comparison) -> Iterable[str]:

@@ -1,0 +1,46 @@
+"""What ran: the first lines of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.markup import escape as escape_markup
+
+from spcheck.case import requests_text
+from spcheck.notes import batch_text, notes
+from spcheck.printable import printable
+from spcheck.verdict import Comparison
+
+
+def escape(text: str) -> str:
+    """Text from a name, a path or an error for rich: neither markup nor anything a terminal would obey."""
+    return escape_markup(printable(text))
+
+
+def head_lines(c: Comparison) -> Iterator[str]:
+    """Lines with rich markup."""
+    case = c.plan.case
+    world = f"tp {case.tp}" + (f"  dp {case.dp}" if case.dp > 1 else "")
+    backend = c.environment.get("backend", case.backend)
+    what = [case.model, world, f"tokens {requests_text(case.requests)}", _numerics(c), f"mtp steps {case.mtp_steps}"]
+    yield escape("  ".join([*what, backend]))
+    if not (c.plan.reference.plain and c.plan.reference.tp == case.tp):
+        yield escape(_reference(c))
+    yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
+    yield batch_text(c.plan)
+    yield from (f"[yellow]note[/]  {escape(note)}" for note in notes(c.plan))
+    if "code" in c.environment:
+        yield escape(f"reference and candidate from {c.environment['code']}")
+    yield ""
+
+
+def _reference(c: Comparison) -> str:
+    side = c.plan.reference
+    if side.tp < c.plan.case.tp:
+        return f"reference {side.name}, on one rank" + (" of each DP rank" if c.plan.case.dp > 1 else "")
+    return f"reference {side.name}: {side.reason}"
+
+
+def _numerics(c: Comparison) -> str:
+    grid = c.plan.grid
+    return f"exact (grid {grid.name})" if grid else c.plan.case.numerics
