@@ -43,7 +43,7 @@ def spcheck(*words, env=None, timeout=120):
         ("--tp 2 --requests -/-", "there is no request"),
         ("--tp 2 --requests 5//3", "'5//3' has an empty part: an idle data-parallel rank is a dash"),
         ("--tp 3 --dp 3 --tokens 5", "--dp 3 x --tp 3 = 9 ranks do not divide n_routed_experts 24"),
-        ("--tp 2 --requests 5/3 --previous 4", "--previous 4 is for 1 data-parallel ranks, and there are 2"),
+        ("--tp 2 --requests 5/3 --previous 4", "--previous 4 is for 1 data-parallel rank, and there are 2"),
         ("--tp 2 --tokens 5 --graph-sizes 8,4", "--graph-sizes 8,4 must be ascending"),
         ("--tp 2 --tokens 5 --graph-sizes 8 --pad-to 8", "give --pad-to or --graph-sizes, not both"),
         ("--tp 2 --tokens 5 --reference optimized:sp", "--reference optimized:sp is not one of"),

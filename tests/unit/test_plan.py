@@ -50,7 +50,7 @@ def case(**options):
         ({"candidate": "reference", "reference_world": 1, "pp": 2}, "--pp 2 is not supported yet"),
         ({"reference": "optimized", "candidate": "reference", "pp": 2}, "--pp 2 is not supported yet"),
         ({"requests": ((), ())}, "there is no request"),
-        ({"requests": ((3,), ()), "previous": ((3,),)}, "--previous 3 is for 1 data-parallel ranks, and there are 2"),
+        ({"requests": ((3,), ()), "previous": ((3,),)}, "--previous 3 is for 1 data-parallel rank, and there are 2"),
         ({"requests": ((3,), (0,))}, "at least 1 token, not 0 (--requests 3/0)"),
         ({"requests": ((3,),) * 3, "tp": 3}, "--dp 3 x --tp 3 = 9 ranks do not divide n_routed_experts 24"),
         ({"requests": ((3,),) * 3, "tp": 3, "expert_parallel": False},
