@@ -17,6 +17,13 @@ def requests_of(dp):
     return st.lists(here, min_size=dp, max_size=dp).map(tuple)
 
 
+def pairs_of(scheme):
+    """The optimized model in this dataflow on either side, and from ``tp`` to it."""
+    own = f"optimized:{scheme}"
+    pairs = [{"candidate": own}, {"candidate": own, "reference_world": 1}, {"reference": own, "candidate": "reference"}]
+    return pairs + ([{"reference": "optimized:tp", "candidate": own}] if scheme != "tp" else [])
+
+
 @st.composite
 def cases(draw):
     tp, dp = draw(st.sampled_from(WORLDS))
@@ -27,7 +34,10 @@ def cases(draw):
     adapters = draw(st.sampled_from([0, 0, 0, 1, 2]))
     expert_parallel = draw(st.sampled_from([True, True, True, False]))
     sp = tp > 1 and expert_parallel and not adapters
+    scheme = draw(st.sampled_from(["tp", "moe-sp", "full-sp"] if sp else ["tp"]))
+    sides = draw(st.sampled_from(pairs_of(scheme)))
     return Case(
+        **sides,
         requests=requests,
         tp=tp,
         previous=previous,
@@ -36,7 +46,6 @@ def cases(draw):
         lora_rank=3 if adapters else 0,
         lora_adapters=adapters,
         model=draw(st.sampled_from(["dsv32-tiny", "dsv32-alternating"])),
-        scheme=draw(st.sampled_from(["auto", "tp", "moe-sp"] if sp else ["auto", "tp"])),
         mtp_steps=draw(st.integers(0, 3)),
         aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 5), max_size=3)))),
         pad_to=most + padding if isinstance(padding, int) else None,
@@ -45,7 +54,6 @@ def cases(draw):
         # Stale rows without a previous step get one that fills the padded rows, which is a case of its own.
         padding_content=draw(st.sampled_from(["zero", "random", "nan", "stale"])),
         seed=draw(st.integers(0, 5)),
-        reference_world=draw(st.sampled_from([None, 1])),
         backend="loopback",
     )
 
