@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,13 @@ def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
     weights = [r.get("weight_norms") for r in reports]
     if plan.grid is None or not reports or norms is None or not all(w is not None for w in weights):
         return None
-    merged = reference_norms(plan, reports, norms) | merge_norms([w for w in weights if w])
+    rounded = reference_norms(plan, reports, norms)
+    merged = rounded | merge_norms([w for w in weights if w])
     longest = max(n for d in range(plan.case.dp) for n in plan.lengths(d))
     made = products(plan.config, plan.grid, merged, longest)
     doubts = [_doubt(p, plan.grid) for p in made if not p.exact]
     doubts += dict.fromkeys(_operands("reference", reports, plan.grid))
-    vacuous = [*_vacuous(reports, plan.grid), *(f"{name} is all zero after rounding" for name in _zeros(norms))]
+    vacuous = [*_vacuous(reports, plan.grid), *(f"{name} is all zero after rounding" for name in _zeros(rounded))]
     strayed = dict.fromkeys(_operands("candidate", reports, plan.grid))
     tightest = max(made, key=lambda p: p.bits)
     return Exactness(plan.grid.name, len(made), tightest, tuple(doubts), (*vacuous, *strayed))
@@ -109,6 +110,6 @@ def _vacuous(reports: Reports, grid: Grid) -> list[str]:
     return [f"grid {grid.name} takes {lost[worst]:.0%} of {worst}{more}: what they do was not tested"]
 
 
-def _zeros(norms: Sequence[dict[str, float]]) -> list[str]:
+def _zeros(norms: Mapping[str, float]) -> list[str]:
     """Activations of the reference that were rounded to nothing everywhere."""
-    return sorted(name for name in norms[0] if all(n.get(name) == 0.0 for n in norms))
+    return sorted(name for name, norm in norms.items() if norm == 0.0)

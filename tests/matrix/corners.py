@@ -69,4 +69,22 @@ CORNERS = {
     "plain float64": _case("full-sp", 2, ((17,), (5,)), numerics="float64"),
     # The same for the sum that is fused with the norm.
     "plain float64 without SP": _case("tp", 2, ((17,), (5,)), numerics="float64"),
+    # The only token's experts are on the idle rank, and its own rank's experts see nothing but a dummy row of zeros.
+    "a reference whose token travels": _case(
+        "auto",
+        1,
+        ((1,), ()),
+        reference="optimized:tp",
+        candidate="reference",
+        skip_padding=False,
+        mtp_steps=0,
+        seed=2,
+    ),
+    # Below float64 choices are replayed: onto shards, and back onto requests one by one.
+    "replayed choices, all to all": _case(
+        "full-sp", 2, ((17, 2), (5,)), all2all_backend="all_to_all", numerics="float32"
+    ),
+    "replayed choices onto the plain model": _case(
+        "auto", 2, ((9, 8),), reference="optimized:full-sp", candidate="reference", numerics="float32"
+    ),
 }
