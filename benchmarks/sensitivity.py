@@ -96,7 +96,7 @@ def routed_scaling_times(factor):
 
 def residual_times(factor):
     forward = "x if residual is None else x + residual"
-    return edited(optimized.norms.ResidualRMSNorm, "forward", forward, f"({forward}) * {factor!r}")
+    return edited(optimized.norms.ResidualRMSNorm, "stream", forward, f"({forward}) * {factor!r}")
 
 
 FAULTS = {
