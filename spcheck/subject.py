@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from spcheck.comm.interface import Communicator
 
 
+FOR_TOKENS = (".self_attn.softmax.in", ".self_attn.softmax.out")
+"""Ends of the names of probes that fire for tokens only: on an idle data-parallel rank they do not."""
+
+
 @dataclass(frozen=True)
 class Tap:
     """Where a probe's value stands in a subject: element ``index`` of a module's output or positional arguments."""

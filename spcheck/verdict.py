@@ -18,7 +18,9 @@ from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.judge import BOUNDS, Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
+from spcheck.schemes import SidePlan
 from spcheck.sentences import CHOICES, label, place, sentence
+from spcheck.subject import FOR_TOKENS
 
 _MANY = 4  # rows: one or two may be wrong by half in bfloat16, most of many are not
 
@@ -183,12 +185,18 @@ def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Seque
         if r.unpaired:
             message = f"{label(r, plan)} was seen in the {r.unpaired} only"
             findings.append(Finding("unpaired", "DIVERGED", message, _at(r, None)))
-    busy = [r for r in reports if plan.requests(plan.place(r["rank"]).dp_rank)]  # an idle rank's attention sees no row
-    logs = [(side, r[side]) for r in busy for side in ("reference", "candidate") if side in r]
-    silent = {(side, probe) for side, log in logs for probe in log["silent"]}
+    silent = {(name, probe) for r in reports for name, side in plan.sides for probe in _silent(plan, side, r)}
     for side, probe in sorted(s for s in silent if phases_of_probe(s[1], plan)):
         findings.append(Finding("silent", "DIVERGED", f"{probe}: declared by the {side}, and never fired"))
     return findings
+
+
+def _silent(plan: Plan, side: SidePlan, report: RankReport) -> list[str]:
+    """Probes that never fired and had to. On an idle data-parallel rank a plain subject does not run at all."""
+    silent: list[str] = report.get(side.role, {}).get("silent", [])
+    if plan.requests(plan.place(report["rank"]).dp_rank):
+        return silent
+    return [] if side.plain else [probe for probe in silent if not probe.endswith(FOR_TOKENS)]
 
 
 def _breach_findings(checked: Checked) -> list[Finding]:

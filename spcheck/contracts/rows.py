@@ -13,6 +13,7 @@ from reference.config import ModelConfig
 from spcheck.phases import Phase, layer_of
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
+from spcheck.subject import FOR_TOKENS
 
 _ON_SHARDS = re.compile(
     r"""\.(input_layernorm|post_attention_layernorm)\.(in|out)$  # the residual stream and its norms
@@ -37,8 +38,8 @@ def expected_rows(probe: str, side: SidePlan, config: ModelConfig, phase: Phase)
         return [1] * len(phase.counts) if per_request else list(phase.counts)
     if per_request:
         return [len(phase.counts)]
-    if probe.endswith((".softmax.in", ".softmax.out")):
-        return [phase.real]  # attention runs for tokens only
+    if probe.endswith(FOR_TOKENS):
+        return [phase.real]
     return [phase.shard_rows(side.tp) if _on_shard(probe, side.scheme, config) else phase.padded]
 
 

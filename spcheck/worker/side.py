@@ -17,7 +17,7 @@ from spcheck.phases import Phase
 from spcheck.place import Place
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
-from spcheck.subject import Chunk, Tap
+from spcheck.subject import FOR_TOKENS, Chunk, Tap
 from spcheck.worker.built import Built, EnginePool, build, build_key, own_groups
 from spcheck.worker.capture import Piece
 
@@ -136,8 +136,8 @@ class Side:
 
     def _unrounded(self, silent: list[str]) -> list[str]:
         """Snaps that had to fire and did not; those of an MTP layer fire only in its draft steps."""
-        if not self._tokens:  # an idle rank has no row that attention would see
-            return []
+        if not self._tokens:  # a plain subject does not run at all, and attention of a packed one sees no row
+            silent = [] if self.plan.plain else [name for name in silent if not name.endswith(FOR_TOKENS)]
         ran = {self._plan.mtp_layer(step) for step in range(self._plan.case.mtp_steps)}
         idle = [f"model.layers.{i}." for i in self._plan.config.mtp_layers if i not in ran]
         return [name for name in silent if not name.startswith(tuple(idle))]

@@ -13,7 +13,7 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
 def requests_of(dp):
-    here = st.lists(st.integers(1, 20), max_size=3).map(tuple)
+    here = st.lists(st.integers(1, 20), max_size=4).map(tuple)
     return st.lists(here, min_size=dp, max_size=dp).map(tuple)
 
 
