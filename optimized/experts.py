@@ -45,10 +45,6 @@ class FusedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """-> partial [R,D]."""
-        return self.local(hidden, ids, weights)
-
-    def local(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """-> partial [R,D]."""
         pairs, counts = self.permute(ids)
         sizes = counts.tolist()
         pairs = pairs[: sum(sizes)]
@@ -85,7 +81,7 @@ class DispatchedExperts(FusedExperts):
         """-> [m,D]."""
         sizes = self._announced_sizes(hidden)
         rows, combine = self.manager.dispatch(hidden, ids, weights, sizes)
-        return combine(self.local(*rows))
+        return combine(super().forward(*rows))
 
     def _announced_sizes(self, hidden: Tensor) -> list[int]:
         """Rows of every rank of the group. Without metadata shards of one DP rank are equal; DP ranks must ask."""

@@ -11,7 +11,7 @@ from spcheck.phases import Step
 from spcheck.schemes import SidePlan
 
 _MOST = 10**6  # rows, or draft steps: far over what one run can hold
-_LARGEST_WORLD = 1024
+LARGEST_WORLD = 1024
 
 
 def check_requests(case: Case) -> None:
@@ -88,8 +88,8 @@ def check_settings(case: Case) -> None:
     for option, number in (("--tp", case.tp), ("--pp", case.pp)):
         if number < 1:
             raise UsageError(f"{option} must be 1 or more, not {number}")
-    if case.ranks > _LARGEST_WORLD:
-        raise UsageError(f"--dp {case.dp} x --tp {case.tp} = {case.ranks} ranks are more than {_LARGEST_WORLD}")
+    if case.ranks > LARGEST_WORLD:
+        raise UsageError(f"--dp {case.dp} x --tp {case.tp} = {case.ranks} ranks are more than {LARGEST_WORLD}")
     if case.reference_world not in (None, 1, case.tp):
         raise UsageError(f"--reference-world must be 1 or the candidate's {case.tp}, not {case.reference_world}")
     if case.grid != "auto" and case.numerics != "exact":

@@ -40,11 +40,16 @@ def dispatched_sizes(side: SidePlan, phases: Sequence[Phase]) -> tuple[int, ...]
     return tuple(p.padded for p in phases)
 
 
+def experts_per_rank(case: Case, config: ModelConfig) -> int:
+    """Experts of which a rank of the world has all, or without expert parallelism a part."""
+    return config.n_routed_experts // case.ranks if case.expert_parallel else config.n_routed_experts
+
+
 def experts_of(side: SidePlan, case: Case, config: ModelConfig, rank: int) -> range | None:
     """The experts that a rank of the world has whole; None where it has channels of all of them."""
     if side.plain or not case.expert_parallel:
         return None
-    block = config.n_routed_experts // case.ranks
+    block = experts_per_rank(case, config)
     return range(rank * block, (rank + 1) * block)
 
 

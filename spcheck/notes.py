@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spcheck.phases import Phase
+from spcheck.phases import DUMMY_ROWS, Phase
 from spcheck.plan import NO_ADAPTER, Plan
 
 
@@ -12,7 +12,7 @@ def batch_text(plan: Plan) -> str:
     """``batch 6/11/idle rows, graph 16, shards of 8, 31 rows padded (nan, not routed)``, of the case's target step."""
     targets = _targets(plan)
     words = [f"batch {'/'.join(str(p.real) if p.real else 'idle' for p in targets)} rows"]
-    if plan.case.pad_to is not None or any(p.padded > max(p.real, 1) for p in targets):
+    if plan.case.pad_to is not None or any(p.padded > (p.real or DUMMY_ROWS) for p in targets):
         words.append(f"graph {_each(p.padded for p in targets)}")
     if plan.candidate.sharded:
         words.append(f"shards of {_each(p.shard_rows(plan.case.tp) for p in targets)}")
@@ -35,7 +35,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     phases = [phase for phases in plan.phases for phase in phases]
     if case.padding_content != "zero" and not any(p.padded > p.real for p in phases):
         yield f"no row is padded: --padding-content {case.padding_content} changes nothing"
-    if case.graph_sizes and all(p.padded == max(p.real, 1) for p in phases):
+    if case.graph_sizes and all(p.padded == (p.real or DUMMY_ROWS) for p in phases):
         yield "no captured size adds a row: --graph-sizes changes nothing"
     if case.all2all_backend != "allgather_reducescatter" and not any(s.sharded or case.dp > 1 for s in sides):
         yield f"no row is dispatched: --all2all-backend {case.all2all_backend} changes nothing"

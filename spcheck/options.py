@@ -24,12 +24,12 @@ from spcheck.case import (
     Case,
     Requests,
 )
+from spcheck.checks import LARGEST_WORLD
 from spcheck.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LONGEST = 1e6  # seconds
-_MOST_DP_RANKS = 1024
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
@@ -168,8 +168,8 @@ def case_of(options: dict[str, Any]) -> Case:
 def _requests_of(tokens: int | None, requests: Requests | None, dp: int | None) -> Requests:
     if tokens is not None and requests is not None:
         raise UsageError("give --tokens or --requests, not both")
-    if dp is not None and not 1 <= dp <= _MOST_DP_RANKS:
-        raise UsageError(f"--dp must be 1 to {_MOST_DP_RANKS}, not {dp}")
+    if dp is not None and not 1 <= dp <= LARGEST_WORLD:
+        raise UsageError(f"--dp must be 1 to {LARGEST_WORLD}, not {dp}")
     if requests is None:
         if tokens is None:
             raise UsageError("there is no request: give --tokens N or --requests N,N,...")

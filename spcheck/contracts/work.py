@@ -7,7 +7,7 @@ from typing import Any
 
 from spcheck.contracts.check import Breach, Checked, Reports, first_of_each_place
 from spcheck.contracts.rows import phases_of_probe
-from spcheck.dispatch import carries_ids, expert_rows, is_by_choice, members
+from spcheck.dispatch import carries_ids, expert_rows, experts_per_rank, is_by_choice, members
 from spcheck.phases import Phase
 from spcheck.place import Place
 from spcheck.plan import Plan
@@ -57,8 +57,7 @@ class _Work:
         self, plan: Plan, subject: str, side: SidePlan, reports: Reports, excused: Collection[tuple[str, int]]
     ) -> None:
         self.plan, self.subject, self.side, self.reports, self.excused = plan, subject, side, reports, excused
-        experts = plan.config.n_routed_experts
-        self.local = experts // plan.case.ranks if plan.case.expert_parallel else experts  # a rank has a part of these
+        self.local = experts_per_rank(plan.case, plan.config)
 
     def check(self, chosen: Mapping[_Key, list[int]]) -> tuple[int, list[Breach]]:
         """How many counts there are, and what is wrong with them."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spcheck.comm.interface import World
+from spcheck.dispatch import experts_per_rank
 from spcheck.exact import SHORT_SUM, point_of
 from spcheck.judge import bound_of
 from spcheck.phases import Phase
@@ -145,7 +146,8 @@ class Comparer:
         """How many of the rows owned here chose each expert, and how many some expert of each rank of the world."""
         experts, ranks = self._plan.config.n_routed_experts, self._plan.case.ranks
         counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts)
-        blocks = ids.long() // max(experts // ranks, 1)  # as in spcheck.dispatch.experts_of
+        # A pair of plain subjects may have more ranks than experts, and nobody reads this.
+        blocks = ids.long() // max(experts_per_rank(self._plan.case, self._plan.config), 1)
         to_rank = [int((blocks == rank).any(dim=1).sum()) for rank in range(ranks)]
         self._report["expert_rows"].append([probe, phase.call, counts.tolist(), to_rank])
 
