@@ -20,26 +20,30 @@ DEFAULT_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """The row counts for which engines capture CUDA graphs unless told otherwise."""
 
 Requests = tuple[tuple[int, ...], ...]
-"""New tokens of each request, per data-parallel rank; an empty tuple is an idle rank."""
+"""Tokens of each request, per data-parallel rank; an empty tuple is an idle rank."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One run of the pair on ``dp * tp`` ranks.
 
-    ``previous`` are the requests of a step that runs before, through the same buffers. ``pad_to`` is the row count the
-    target step and draft step 0 are padded to; with ``graph_sizes`` every forward is padded to the smallest that holds
-    it. ``overrides`` are config keys set by the user, in order. ``reference`` and ``candidate`` are a subject's name,
-    and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of each data-parallel
-    rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter ``i mod (lora_adapters + 1)``,
-    the last of which is none.
+    ``requests`` are the new tokens of each request; ``cached``, of the same shape, those that it holds before, None for
+    none. ``previous`` are the requests of a step that runs before, through the same buffers. ``generate`` steps follow
+    the case's own, each with the tokens that the one before sampled and drafted. ``pad_to`` is the row count the target
+    step and draft step 0 are padded to, unless they have more; with ``graph_sizes`` every forward is padded to the
+    smallest that holds it. ``overrides`` are config keys set by the user, in order. ``reference`` and ``candidate`` are
+    a subject's name, and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of
+    each data-parallel rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter
+    ``i mod (lora_adapters + 1)``, the last of which is none.
     """
 
     requests: Requests
     tp: int
     model: str = "dsv32-tiny"
     overrides: tuple[tuple[str, Any], ...] = ()
+    cached: Requests | None = None
     previous: Requests | None = None
+    generate: int = 0
     pp: int = 1
     expert_parallel: bool = True
     all2all_backend: str = "allgather_reducescatter"
@@ -73,16 +77,27 @@ class Case:
         return self.dp * self.tp
 
     @property
+    def cached_tokens(self) -> Requests:
+        """Tokens that each request holds before its new ones."""
+        return self.cached or tuple((0,) * len(here) for here in self.requests)
+
+    @property
+    def requests_text(self) -> str:
+        """``5,1@40/11/-``."""
+        return requests_text(self.requests, self.cached)
+
+    @property
     def id(self) -> str:
         """The command line that repeats this case, every default spelled out."""
         words = ["spcheck", "diff", *self._world(), *self._shape(), *self._padding(), *self._policy()]
         return " ".join(map(_word, words))
 
     def _world(self) -> list[str]:
-        single = self.dp == 1 and len(self.requests[0]) == 1
+        single = self.dp == 1 and len(self.requests[0]) == 1 and not any(map(any, self.cached_tokens))
         words = ["--tp", str(self.tp), "--dp", str(self.dp)]
-        words += ["--tokens" if single else "--requests", requests_text(self.requests)]
+        words += ["--tokens" if single else "--requests", self.requests_text]
         words += ["--previous", requests_text(self.previous)] if self.previous is not None else []
+        words += ["--generate", str(self.generate)] if self.generate else []
         words += ["--pp", str(self.pp)] if self.pp != 1 else []
         words += ["--expert-parallel" if self.expert_parallel else "--no-expert-parallel"]
         return [*words, "--all2all-backend", self.all2all_backend]
@@ -118,16 +133,18 @@ class Case:
     def from_json(cls, data: Mapping[str, Any]) -> Case:
         """The case that :meth:`to_json` wrote (JSON has no tuples)."""
         values = dict(data)
-        for name in ("requests", "previous", "overrides"):
+        for name in ("requests", "cached", "previous", "overrides"):
             values[name] = None if values[name] is None else tuple(map(tuple, values[name]))
         for name in ("aux_layers", "graph_sizes"):
             values[name] = tuple(values[name])
         return cls(**values)
 
 
-def requests_text(requests: Requests) -> str:
-    """``5,1/11/-``: data-parallel ranks apart by a slash, an idle one a dash."""
-    return "/".join(_join(here) or "-" for here in requests)
+def requests_text(requests: Requests, cached: Requests | None = None) -> str:
+    """``5,1@40/11/-``: data-parallel ranks apart by a slash, an idle one a dash; cached tokens behind an @."""
+    held = cached or tuple((0,) * len(here) for here in requests)
+    ranks = [zip(*both, strict=True) for both in zip(requests, held, strict=True)]
+    return "/".join(",".join(f"{new}@{old}" if old else str(new) for new, old in here) or "-" for here in ranks)
 
 
 def _join(numbers: tuple[int, ...]) -> str:

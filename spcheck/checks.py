@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from reference.config import ModelConfig
 from spcheck.case import Case, requests_text
 from spcheck.errors import UsageError
-from spcheck.phases import Step
 from spcheck.schemes import SidePlan
+from spcheck.steps import Step
 
 _MOST = 10**6  # rows, or draft steps: far over what one run can hold
 LARGEST_WORLD = 1024
@@ -23,6 +24,14 @@ def check_requests(case: Case) -> None:
     if not any(case.requests):
         idle = f": all data-parallel ranks of {requests_text(case.requests)} are idle" if case.requests else ""
         raise UsageError(f"there is no request{idle or ': give --tokens or --requests'}")
+    new_of, cached_of = ([len(here) for here in ranks] for ranks in (case.requests, case.cached_tokens))
+    if new_of != cached_of:
+        raise UsageError(f"cached tokens are given for {cached_of} requests by data-parallel rank, and not {new_of}")
+    for new, held in _each_request(case):
+        if held < 0:
+            raise UsageError(f"a request cannot hold {held} cached tokens (--requests {case.requests_text})")
+        if new < 1 and held:
+            raise UsageError(f"a request of {held} cached tokens needs at least 1 new token, not {new} ({new}@{held})")
     for option, requests in (("--requests", case.requests), ("--previous", case.previous or ())):
         if bad := [n for here in requests for n in here if n < 1]:
             of = f" ({option} {requests_text(requests)})" if len(requests) > 1 or option == "--previous" else ""
@@ -33,14 +42,21 @@ def check_requests(case: Case) -> None:
         raise UsageError(f"--previous {text} is for {many}, and there are {case.dp}: part them with slashes")
 
 
+def _each_request(case: Case) -> Iterator[tuple[int, int]]:
+    """(new, cached) tokens."""
+    for new, cached in zip(case.requests, case.cached_tokens, strict=True):
+        yield from zip(new, cached, strict=True)
+
+
 def check_counts(case: Case) -> None:
     """Of numbers of rows and forwards, before any list is made of as many.
 
     Raises:
         UsageError: more of them than there can be.
     """
-    tokens = [n for here in (*case.requests, *(case.previous or ())) for n in here]
-    if too_many := [n for n in (*tokens, case.pad_to or 0, *case.graph_sizes, case.mtp_steps) if n > _MOST]:
+    tokens = [n for here in (*case.requests, *case.cached_tokens, *(case.previous or ())) for n in here]
+    numbers = (*tokens, case.pad_to or 0, *case.graph_sizes, case.mtp_steps, case.generate)
+    if too_many := [n for n in numbers if n > _MOST]:
         raise UsageError(f"{too_many[0]} is more than spcheck counts to ({_MOST})")
 
 
@@ -50,18 +66,28 @@ def check_rows(case: Case, config: ModelConfig, steps: tuple[Step, ...]) -> None
     Raises:
         UsageError: more of them than there can be, or a number that no forward has.
     """
-    tokens = [n for step in steps for here in step.tokens for n in here]
-    largest = max(sum(here) for step in steps for here in step.tokens)
+    largest = max(sum(part.rows for part in here) for step in steps if _is_padded(step) for here in step.parts)
     if case.pad_to is not None and case.graph_sizes:
         raise UsageError("give --pad-to or --graph-sizes, not both")
     if case.pad_to is not None and case.pad_to < largest:
         raise UsageError(f"--pad-to {case.pad_to} is less than the {largest} tokens of the step")
     if any(n < 1 for n in case.graph_sizes) or any(a >= b for a, b in pairwise(case.graph_sizes)):
         raise UsageError(f"--graph-sizes {','.join(map(str, case.graph_sizes))} must be ascending, from 1 on")
+    if case.generate < 0:
+        raise UsageError(f"--generate must be 0 or more, not {case.generate}")
     _check_drafts(case, config)
-    longest = max(tokens) + max(case.mtp_steps - 1, 0)
-    if longest > config.max_position_embeddings:
-        raise UsageError(f"{longest} positions are more than max_position_embeddings {config.max_position_embeddings}")
+    limit = config.max_position_embeddings
+    if over := [(new, held) for new, held in _each_request(case) if new + held > limit]:
+        new, held = over[0]
+        tokens = f"{new} new and {held} cached tokens" if held else f"{new} positions"
+        raise UsageError(f"{tokens} are more than max_position_embeddings {limit}")
+    if over_before := [n for here in case.previous or () for n in here if n > limit]:
+        raise UsageError(f"{over_before[0]} positions are more than max_position_embeddings {limit}")
+
+
+def _is_padded(step: Step) -> bool:
+    """Whether ``--pad-to`` is for this step; one of another kind that has more rows runs without a captured graph."""
+    return step.probed and not step.verifies
 
 
 def _check_drafts(case: Case, config: ModelConfig) -> None:
@@ -69,8 +95,6 @@ def _check_drafts(case: Case, config: ModelConfig) -> None:
         raise UsageError(f"--mtp-steps must be 0 or more, not {case.mtp_steps}")
     if case.mtp_steps and not config.num_nextn_predict_layers:
         raise UsageError(f"--mtp-steps {case.mtp_steps} needs an MTP layer and {case.model} has none")
-    if config.num_nextn_predict_layers > 1:
-        raise UsageError(f"{config.num_nextn_predict_layers} MTP layers are not supported yet, only 1")
     if len(set(case.aux_layers)) < len(case.aux_layers):
         raise UsageError(f"--aux-layers {','.join(map(str, case.aux_layers))} names a layer twice")
     if bad := [i for i in case.aux_layers if not 0 <= i <= config.num_hidden_layers]:

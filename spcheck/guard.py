@@ -64,9 +64,9 @@ def _largest(values: list[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)  # max alone may lose a NaN
 
 
-def products(config: ModelConfig, grid: Grid, norms: Norms, longest: int) -> list[Product]:
-    """Every product of the model that ran; ``longest`` is the largest number of keys of a query."""
-    return list(_Products(config, grid, _Bounds(norms), longest).all())
+def products(config: ModelConfig, grid: Grid, norms: Norms, keys: Mapping[int, int]) -> list[Product]:
+    """Every product of the model that ran; ``keys`` is the largest number of keys of a query in each layer."""
+    return list(_Products(config, grid, _Bounds(norms), keys).all())
 
 
 class _Bounds(dict[str, float]):
@@ -100,11 +100,11 @@ def _adapters(norms: Norms) -> dict[str, list[_Adapter]]:
 class _Products:
     """The table of products. Units are powers of two: 2^-(sum of the operands' bits)."""
 
-    def __init__(self, config: ModelConfig, grid: Grid, norms: Norms, longest: int) -> None:
+    def __init__(self, config: ModelConfig, grid: Grid, norms: Norms, keys: Mapping[int, int]) -> None:
         self.config = config
         self.grid = grid
         self.norms = norms
-        self.longest = longest
+        self.keys = keys
         self.adapters = _adapters(norms)
         self.linear_unit = grid.activation + grid.weight
         self.residual_unit = self.linear_unit
@@ -132,12 +132,12 @@ class _Products:
 
     def layer(self, name: str, layer: int) -> Iterator[Product]:
         yield self.residual(f"{name}.input_layernorm")
-        yield from self.attention(f"{name}.self_attn", self.norms[f"{name}.input_layernorm.out"])
+        yield from self.attention(f"{name}.self_attn", self.norms[f"{name}.input_layernorm.out"], self.keys[layer])
         yield self.residual(f"{name}.post_attention_layernorm")
         x = self.norms[f"{name}.post_attention_layernorm.out"]
         yield from self.moe(f"{name}.mlp", x) if self.config.is_moe_layer(layer) else self.dense(f"{name}.mlp", x)
 
-    def attention(self, name: str, x: float) -> Iterator[Product]:
+    def attention(self, name: str, x: float, keys: int) -> Iterator[Product]:
         grid, norms = self.grid, self.norms
         q_latent, latent = norms[f"{name}.q_a_layernorm.out"], norms[f"{name}.kv_a_layernorm.out"]
         yield from self.projection(f"{name}.q_a_proj", x)
@@ -145,19 +145,21 @@ class _Products:
         yield from self.projection(f"{name}.q_b_proj", q_latent)
         yield self.linear(f"{name}.kv_b_proj", latent)
         if self.config.has_indexer:
-            yield from self.indexer(f"{name}.indexer", x, q_latent)
+            yield self.linear(f"{name}.indexer.wk", x)
+            # Where all keys are chosen a reference may leave the scores out.
+            if keys > (self.config.index_topk or 0) or f"{name}.indexer.q_rope.out" in norms:
+                yield from self.index_scores(f"{name}.indexer", x, q_latent)
         # qn . (Wk c) = (Wk' qn) . c: |qn| times the Frobenius norm of a head's Wk times |c| bounds both, part by part.
         nope = norms[f"{name}.q_split.out"] * norms[f"{name}.kv_b_proj.key"] * latent
         rope = norms[f"{name}.q_rope.out"] * norms[f"{name}.k_rope.out"]
         yield self.product(f"{name} q.k", nope + rope, grid.activation + self.linear_unit)
-        probability = 1 + self.longest * 2.0 ** -(grid.probability + 1)  # each one was rounded by half a unit at most
+        probability = 1 + keys * 2.0 ** -(grid.probability + 1)  # each one was rounded by half a unit at most
         value = probability * latent * norms[f"{name}.kv_b_proj.value"]
         yield self.product(f"{name} p.v", value, grid.probability + self.linear_unit)
         yield from self.block_output(f"{name}.o_proj", norms[f"{name}.o_proj.in"])
 
-    def indexer(self, name: str, x: float, q_latent: float) -> Iterator[Product]:
+    def index_scores(self, name: str, x: float, q_latent: float) -> Iterator[Product]:
         yield self.linear(f"{name}.wq_b", q_latent)
-        yield self.linear(f"{name}.wk", x)
         yield self.linear(f"{name}.weights_proj", x)
         dots = self.norms[f"{name}.q_rope.out"] * self.norms[f"{name}.k_rope.out"]
         heads = math.sqrt(self.config.index_n_heads or 1) * self.norms[f"{name}.head_weights.out"]

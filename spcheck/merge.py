@@ -58,6 +58,7 @@ class ProbeResult:
     reference_nan: bool = False
     choices: ChoiceCounts | None = None
     straddle: dict[str, Any] | None = None
+    flip: dict[str, Any] | None = None
     histogram: dict[int, int] = field(default_factory=dict)
     unpaired: str | None = None
     replica: dict[str, Any] | None = None
@@ -111,8 +112,9 @@ def _add(result: ProbeResult, row: dict[str, Any], rank: int) -> None:
     for name in ("replica", "reference_replica"):
         if name in row:
             setattr(result, name, row[name])
-    straddles = [s for s in (result.straddle, row.get("straddle")) if s]
-    result.straddle = min(({"rank": rank, **s} for s in straddles), key=_place, default=None)
+    for name in ("straddle", "flip"):
+        places = [place for place in (getattr(result, name), row.get(name)) if place]
+        setattr(result, name, min(({"rank": rank, **place} for place in places), key=_place, default=None))
     if "choices" in row:
         result.choices = _added(result.choices or ChoiceCounts(), row["choices"])
     if "difference" in row:

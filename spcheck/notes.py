@@ -46,7 +46,8 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 def _targets(plan: Plan) -> list[Phase]:
     """The case's own target step on every data-parallel rank."""
-    return [[phase for phase in phases if phase.kind == "target"][-1] for phases in plan.phases]
+    targets = [[phase for phase in phases if phase.kind == "target"] for phases in plan.phases]
+    return [phases[plan.own_step] for phases in targets]
 
 
 def _padded(plan: Plan, phase: Phase) -> int:

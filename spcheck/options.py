@@ -28,6 +28,8 @@ from spcheck.checks import LARGEST_WORLD
 from spcheck.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+_NewAndCached = tuple[Requests, Requests | None]
 
 _LONGEST = 1e6  # seconds
 
@@ -48,12 +50,34 @@ def _requests(_: click.Context, __: click.Parameter, value: str | None) -> Reque
     """``5,1/11/-``: the requests of each data-parallel rank, a dash for an idle one."""
     if value is None:
         return None
+    return _by_rank(value, _whole_numbers)
+
+
+def _requests_and_cached(_: click.Context, __: click.Parameter, value: str | None) -> _NewAndCached | None:
+    """``5,1@40/11/-``: the same with cached tokens behind an @."""
+    if value is None:
+        return None
+    pairs = _by_rank(value, _new_and_cached)
+    new, cached = (tuple(tuple(pair[i] for pair in here) for here in pairs) for i in (0, 1))
+    return new, cached if any(map(any, cached)) else None
+
+
+def _new_and_cached(text: str) -> tuple[tuple[int, int], ...]:
+    words = [word.partition("@") for word in text.split(",")]
+    try:
+        return tuple((int(new), int(held) if at else 0) for new, at, held in words)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no list of new@cached tokens such as 5,1@40,3@12") from error
+
+
+def _by_rank(value: str, read: Callable[[str], tuple[T, ...]]) -> tuple[tuple[T, ...], ...]:
+    """What stands between slashes, each part read; a dash is an empty one."""
     parts = [here.strip() for here in value.split("/")]
     if "" in parts:
         raise click.BadParameter(f"{value!r} has an empty part: an idle data-parallel rank is a dash, as in 5,1/-")
     if mixed := [here for here in parts if "-" in here.split(",") and here != "-"]:
         raise click.BadParameter(f"{mixed[0]!r}: a dash stands alone, for an idle data-parallel rank, as in 5,1/-")
-    return tuple(() if here == "-" else _whole_numbers(here) for here in parts)
+    return tuple(() if here == "-" else read(here) for here in parts)
 
 
 def _graph_sizes(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
@@ -89,10 +113,13 @@ _OPTIONS = [
     click.option("--tp", type=int, default=2, show_default=True, help="Tensor-parallel ranks."),
     click.option("--dp", type=int, help="Data-parallel ranks; as many as --requests has parts."),
     click.option("--tokens", type=int, help="One request of this many new tokens, on every data-parallel rank."),
-    click.option("--requests", callback=_requests, metavar="N,N/N/-",
-                 help="New tokens of each request; slashes part data-parallel ranks, - is an idle one."),
+    click.option("--requests", callback=_requests_and_cached, metavar="N@C,N/N/-",
+                 help="New tokens of each request, behind an @ those it holds before (1@40 decodes); slashes part "
+                      "data-parallel ranks, - is an idle one."),
     click.option("--previous", callback=_requests, metavar="N,N/N/-",
                  help="Requests of a step before, through the same buffers; it is compared as well."),
+    click.option("--generate", type=int, default=0, show_default=True, metavar="N",
+                 help="Greedy steps behind the case's own, each verifying what was drafted before."),
     click.option("--pp", type=int, default=1, show_default=True, help="Pipeline-parallel ranks (only 1 is run)."),
     click.option("--expert-parallel/--no-expert-parallel", default=True, show_default=True,
                  help="Whether whole experts are spread over all ranks; else each has channels of all."),
@@ -118,7 +145,7 @@ _OPTIONS = [
     click.option("--scheme", type=click.Choice(SCHEMES), default="auto", show_default=True,
                  help="Candidate's dataflow."),
     click.option("--require-scheme", type=click.Choice(SCHEMES[1:]), help="Exit 3 unless this scheme ran."),
-    click.option("--mtp-steps", type=int, default=1, show_default=True, help="Tokens to draft."),
+    click.option("--mtp-steps", type=int, default=1, show_default=True, help="Tokens that every step drafts."),
     click.option("--aux-layers", callback=_numbers, metavar="I,I,...", default="none", show_default=True,
                  help="Layers whose input is kept as an auxiliary hidden state (EAGLE-style drafters)."),
     click.option("--pad-to", type=int, help="Pads the step to this many rows, as a captured CUDA graph does."),
@@ -153,7 +180,7 @@ def case_of(options: dict[str, Any]) -> Case:
     """
     options = dict(options)
     tokens, dp = options.pop("tokens"), options.pop("dp")
-    requests = _requests_of(tokens, options.pop("requests"), dp)
+    requests, cached = _requests_of(tokens, options.pop("requests"), dp)
     if tokens is not None and len(options["previous"] or ()) == 1:
         options["previous"] *= len(requests)  # as --tokens, on every data-parallel rank
     if options["skip_padding"] is None:
@@ -162,10 +189,10 @@ def case_of(options: dict[str, Any]) -> Case:
         raise UsageError(
             f"--timeout must be a positive number of seconds up to {_LONGEST:g}, not {options['timeout']:g}"
         )
-    return Case(requests=requests, **options)
+    return Case(requests=requests, cached=cached, **options)
 
 
-def _requests_of(tokens: int | None, requests: Requests | None, dp: int | None) -> Requests:
+def _requests_of(tokens: int | None, requests: _NewAndCached | None, dp: int | None) -> _NewAndCached:
     if tokens is not None and requests is not None:
         raise UsageError("give --tokens or --requests, not both")
     if dp is not None and not 1 <= dp <= LARGEST_WORLD:
@@ -173,9 +200,10 @@ def _requests_of(tokens: int | None, requests: Requests | None, dp: int | None) 
     if requests is None:
         if tokens is None:
             raise UsageError("there is no request: give --tokens N or --requests N,N,...")
-        return ((tokens,),) * (dp or 1)
-    if dp is not None and dp != len(requests):
-        parts = f"{len(requests)} part{'s' if len(requests) > 1 else ''}"
+        return ((tokens,),) * (dp or 1), None
+    ranks = len(requests[0])
+    if dp is not None and dp != ranks:
+        parts = f"{ranks} part{'s' if ranks > 1 else ''}"
         raise UsageError(f"--requests has {parts}, one for each data-parallel rank, and --dp is {dp} (5,1/11/- has 3)")
     return requests
 

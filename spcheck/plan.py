@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -11,21 +11,27 @@ from spcheck.case import Case, Requests
 from spcheck.checks import check_counts, check_requests, check_rows, check_settings, check_world
 from spcheck.exact import GRIDS, SMALL_HIDDEN, Grid
 from spcheck.model import load_model, preset_names
-from spcheck.phases import GraphPadding, Phase, Step, layer_of, phases_of
+from spcheck.phases import GraphPadding, Phase, layer_of, phases_of
 from spcheck.place import Place
 from spcheck.schemes import SidePlan, resolve_sides
+from spcheck.steps import Accepted, Step, steps_of
+from spcheck.subject import Tap
 
 NO_ADAPTER = -1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A case that can be run: its model's sizes, and who runs on either side in which dataflow, and why."""
+    """A case that can be run: its model's sizes, and who runs on either side in which dataflow, and why.
+
+    ``accepted`` is what is known of the steps that generate: the drafts that the reference accepted in each.
+    """
 
     case: Case
     config: ModelConfig
     reference: SidePlan
     candidate: SidePlan
+    accepted: tuple[Accepted, ...] = ()
 
     @property
     def scheme(self) -> str:
@@ -61,9 +67,13 @@ class Plan:
         return GRIDS[usual if self.case.grid == "auto" else self.case.grid]
 
     @property
-    def replays(self) -> bool:
+    def replays_choices(self) -> bool:
         """Whether the candidate goes on with the reference's choices: rounding flips near ties below float64."""
         return self.dtype != "float64"
+
+    def replays(self, tap: Tap) -> bool:
+        """Whether it does so at a tap; when generating, with every token, so that one that differs ends nothing."""
+        return tap.choice and (self.replays_choices or (self.case.generate > 0 and tap.steers))
 
     @property
     def has_moe(self) -> bool:
@@ -76,47 +86,68 @@ class Plan:
         return GraphPadding(self.case.pad_to, self.case.graph_sizes, agreed=self.case.dp > 1 and self.has_moe)
 
     @cached_property
+    def _steps(self) -> tuple[tuple[Step, ...], int]:
+        return steps_of(self.case, self.config.max_position_embeddings, self._previous, self.accepted)
+
+    @property
     def steps(self) -> tuple[Step, ...]:
-        """The target steps in order: the previous one, if any, then the case's own. Own requests come first."""
-        own = Step(tuple(tuple(range(len(here))) for here in self.case.requests), self.case.requests)
-        previous = self._previous
-        if previous is None:
-            return (own,)
-        numbers = zip(self.case.requests, previous, strict=True)
-        later = tuple(tuple(range(len(first), len(first) + len(then))) for first, then in numbers)
-        return Step(later, previous), own
+        """The target steps in order, with their drafts, as far as they are known."""
+        return self._steps[0]
+
+    @property
+    def own_step(self) -> int:
+        """The place of the case's own step."""
+        return self._steps[1]
+
+    def going_on(self, accepted: Accepted) -> Plan:
+        """The plan once the last known step's accepted drafts are known."""
+        return replace(self, accepted=(*self.accepted, accepted))
 
     @property
     def _previous(self) -> Requests | None:
         """Stale rows need a step before; where none is given, it has a token in every row of the padded step."""
         if self.case.previous is not None or self.case.padding_content != "stale":
             return self.case.previous
-        longest = max(self.config.max_position_embeddings - max(self.case.mtp_steps - 1, 0), 1)
+        longest = self.config.max_position_embeddings
         rows = self.padding.padded([sum(here) for here in self.case.requests])
         return tuple(tuple(min(longest, n - at) for at in range(0, n, longest)) for n in rows)
 
     @cached_property
     def phases(self) -> list[tuple[Phase, ...]]:
         """The forwards of the run, for each data-parallel rank: per step the target, then the draft steps."""
-        return phases_of(self.steps, self.case.mtp_steps, self.padding)
+        return phases_of(self.steps, self.padding)
+
+    @cached_property
+    def _by_call(self) -> list[dict[tuple[str, int], Phase]]:
+        return [{(phase.kind, phase.call): phase for phase in phases} for phases in self.phases]
+
+    def phase(self, kind: str, call: int, dp_rank: int = 0) -> Phase | None:
+        """The forward of that kind and number; None for caches, and for one that is not known."""
+        return self._by_call[dp_rank].get((kind, call))
 
     def place(self, rank: int) -> Place:
         """Where a rank of the world stands."""
         return Place(rank, self.case.tp, self.case.dp)
 
-    def requests(self, dp_rank: int) -> tuple[int, ...]:
-        """New tokens of all requests of a data-parallel rank, by their number."""
-        return tuple(n for step in reversed(self.steps) for n in step.tokens[dp_rank])
+    def prompts(self, dp_rank: int) -> tuple[int, ...]:
+        """Tokens that each request of a data-parallel rank is given, cached and new, by its number."""
+        own = zip(self.case.requests[dp_rank], self.case.cached_tokens[dp_rank], strict=True)
+        previous = self._previous
+        return (*(new + held for new, held in own), *(previous[dp_rank] if previous else ()))
 
     def lengths(self, dp_rank: int) -> list[int]:
         """Positions that each request will hold at most."""
-        return [n + max(self.case.mtp_steps - 1, 0) for n in self.requests(dp_rank)]
+        drafts = self.case.mtp_steps
+        generated = self.case.generate * (drafts + 1)
+        own = len(self.case.requests[dp_rank])
+        longest = [n + generated * (i < own) + max(drafts - 1, 0) for i, n in enumerate(self.prompts(dp_rank))]
+        return [min(n, self.config.max_position_embeddings) for n in longest]
 
     def adapters(self, dp_rank: int) -> list[int]:
         """The LoRA adapter of each request: all of them in turn, over all data-parallel ranks, and then none."""
-        before = sum(len(self.requests(d)) for d in range(dp_rank))
+        before = sum(len(self.prompts(d)) for d in range(dp_rank))
         turns = self.case.lora_adapters + 1
-        places = range(before, before + len(self.requests(dp_rank)))
+        places = range(before, before + len(self.prompts(dp_rank)))
         return [NO_ADAPTER if i % turns == self.case.lora_adapters else i % turns for i in places]
 
     def cache_phases(self, dp_rank: int) -> list[Phase]:
@@ -125,17 +156,29 @@ class Plan:
         return [self._cached(dp_rank, None), *(self._cached(dp_rank, layer) for layer in used)]
 
     def cache_phase(self, cache: str, dp_rank: int) -> Phase:
-        """The one of a cache: positions 0.. of each request, drafted ones too in an MTP layer."""
+        """The one of a cache, by its name."""
         layer = layer_of(cache)
         return self._cached(dp_rank, layer if layer is not None and layer in self.config.mtp_layers else None)
 
     def _cached(self, dp_rank: int, layer: int | None) -> Phase:
-        counts = self.requests(dp_rank)
-        if layer is not None:
-            drafts = [j for j in range(self.case.mtp_steps) if self.mtp_layer(j) == layer]
-            later = sum(1 for j in drafts if j > 0)
-            counts = tuple(n * (0 in drafts) + later for n in counts)
-        return Phase("cache", 0, tuple(range(len(counts))), (0,) * len(counts), counts, sum(counts), layer or 0)
+        """What each request's last step left: it forgot what stood at its first row and behind, and wrote its rows.
+
+        A main layer holds rejected drafts until the next step; an MTP layer has the rows of the draft steps it ran in.
+        """
+        last = {part.request: (step, i) for step in self.steps for i, part in enumerate(step.parts[dp_rank])}
+        parts = [part for _, (step, i) in sorted(last.items()) for part in self._held(step, dp_rank, i, layer)]
+        requests, starts, counts = (tuple(x) for x in zip(*parts, strict=True)) if parts else ((), (), ())
+        return Phase("cache", 0, requests, starts, counts, sum(counts), layer or 0)
+
+    def _held(self, step: Step, dp_rank: int, place: int, layer: int | None) -> list[tuple[int, int, int]]:
+        """(request, start, rows) of what is held of the request at a place of its last step."""
+        part = step.parts[dp_rank][place]
+        if layer is None:
+            return [(part.request, 0, part.end)]
+        drafts = [j for j in range(step.draft_steps) if self.mtp_layer(j) == layer]
+        later = [p for j in drafts if j for p in step.draft_parts(j)[dp_rank] if p.request == part.request]
+        first = [(part.request, 0, step.kept[dp_rank][place].end)] if 0 in drafts else []
+        return first + [(p.request, p.start, p.rows) for p in later]
 
     def mtp_layer(self, draft: int) -> int:
         """The layer that draft step ``draft`` uses: the MTP layers in turn."""
@@ -146,13 +189,13 @@ class Plan:
         return f"layer {layer} {'moe' if self.config.is_moe_layer(layer) else 'dense'}"
 
     def forward_name(self, kind: str, call: int) -> str:
-        """``target step``, ``draft step 1``; where there is a step before, its own are the ``previous step's``."""
-        step, draft = (call, 0) if kind == "target" else divmod(call, max(self.case.mtp_steps, 1))
-        previous = "previous step's " if kind != "cache" and step < len(self.steps) - 1 else ""
-        return (
-            previous
-            + {"target": "target step", "draft": f"draft step {draft}", "cache": "caches after the last step"}[kind]
-        )
+        """``target step``, ``draft step 1``; of another step than the case's own with its name before."""
+        phase = self.phase(kind, call)
+        if phase is None:
+            return "caches after the last step"
+        what = "target step" if kind == "target" else f"draft step {phase.draft}"
+        step = self.steps[phase.step].name
+        return f"{step}'s {what}" if step else what
 
     @property
     def folder(self) -> Path | None:

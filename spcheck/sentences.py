@@ -8,14 +8,17 @@ from spcheck.diagnose import hints
 from spcheck.merge import ProbeResult
 from spcheck.plan import Plan
 
-CHOICES = ("set", "token")
+CHOICES = ("set", "token", "accepted")
 """Kinds of probes that hold chosen ids."""
+
+STEERING = ("token", "accepted")
+"""Those of them that say which tokens come next."""
 
 
 def sentence(result: ProbeResult, plan: Plan) -> str:
     """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
     dp_rank = (result.first or {}).get("dp") or 0
-    phase = next((p for p in plan.phases[dp_rank] if (p.kind, p.call) == (result.phase, result.call)), None)
+    phase = plan.phase(result.phase, result.call, dp_rank)
     why = "; ".join(hints(result, plan.case.tp, phase, plan.case.dp))
     return f"{label(result, plan)}: {_size(result, plan)}{f'; {why}' if why else ''}"
 
@@ -41,6 +44,13 @@ def _size(result: ProbeResult, plan: Plan) -> str:
         return size
     values = f"{w['actual']:.6g} for {w['expected']:.6g}"
     return f"{size}; largest at {place(w, plan)}, row {w['row']} of its shard, channel {w['channel']}: {values}"
+
+
+def near_tie(result: ProbeResult, plan: Plan) -> str:
+    """Tokens that differ by no more than the error of their scores, in words."""
+    within = result.choices.within if result.choices else 0
+    tokens = f"{within} of {result.rows} tokens chosen otherwise"
+    return f"{label(result, plan)}: {tokens}, first at {place(result.flip, plan)}{_margin(result)}"
 
 
 def _margin(result: ProbeResult) -> str:

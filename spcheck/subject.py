@@ -6,7 +6,7 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from reference.config import ModelConfig
     from spcheck.comm.interface import Communicator
 
+
+SHORT_CONTEXT = (".indexer.q_rope.out", ".indexer.head_weights.out", ".indexer.choose.in")
+"""Ends of the names of probes that need not fire where no row has more keys than ``index_topk``: all are chosen."""
+
+REJECTION_SAMPLER = "rejection_sampler.out"
+"""The probe that counts accepted drafts; it fires in steps that verify."""
 
 FOR_TOKENS = (".self_attn.softmax.in", ".self_attn.softmax.out")
 """Ends of the names of probes that fire for tokens only: on an idle data-parallel rank they do not."""
@@ -32,9 +38,19 @@ class Tap:
     kind: str
 
     @property
-    def per_request(self) -> bool:
-        """Whether there is one row per request, in place of one per token."""
-        return self.kind in ("token", "logits")
+    def unit(self) -> str:
+        """What there is one entry for: every token ``row``, every row that is a ``sample``, or every ``request``."""
+        return {"token": "sample", "logits": "sample", "accepted": "request"}.get(self.kind, "row")
+
+    @property
+    def per_row(self) -> bool:
+        """Whether there is one entry per token row."""
+        return self.unit == "row"
+
+    @property
+    def steers(self) -> bool:
+        """Whether it decides which rows come next: a token, or how many drafts are accepted."""
+        return self.kind in ("token", "accepted")
 
     @property
     def per_key(self) -> bool:
@@ -48,8 +64,8 @@ class Tap:
 
     @property
     def choice(self) -> bool:
-        """Whether it holds chosen ids: keys, groups, experts or tokens."""
-        return self.kind in ("set", "token")
+        """Whether it holds chosen ids: keys, groups, experts or tokens, or counts of drafts."""
+        return self.kind == "set" or self.steers
 
     @property
     def compared(self) -> bool:
@@ -76,8 +92,18 @@ class Tap:
         return probe if colon else None
 
 
-Chunk = tuple[int, int, "Tensor"]
-"""(request, start position, token ids [n] int64)."""
+class Chunk(NamedTuple):
+    """New tokens of one request in a target step: ``ids`` [n] int64 at positions ``start``, start + 1, ...
+
+    The last ``drafts`` ids were drafted and are to be verified; None where the step verifies nothing. ``following`` is
+    the token behind the chunk where it is known, since a prompt goes on; None: the model's own greedy token.
+    """
+
+    request: int
+    start: int
+    ids: Tensor
+    drafts: int | None = None
+    following: int | None = None
 
 
 class Engine(Protocol):
@@ -92,10 +118,16 @@ class Engine(Protocol):
         """
 
     def step(self, chunks: Sequence[Chunk]) -> None:
-        """One target forward over new tokens of some requests; of none, a dummy batch, on an idle DP rank."""
+        """One target forward over new tokens of some requests; of none, a dummy batch, on an idle DP rank.
+
+        Caches of these requests, of MTP layers as well, forget first what stands at a chunk's start and behind.
+        """
 
     def draft(self, requests: Sequence[int], step: int) -> None:
-        """One MTP forward for the requests of the last step."""
+        """One MTP forward: step 0 over the rows of the last target step without rejected drafts, later one row each.
+
+        ``requests`` are in step 0 those of the target step, later those that still draft: of none, a dummy batch.
+        """
 
     def state(self) -> Mapping[str, Mapping[int, Tensor]]:
         """The caches: name -> request -> [positions held, width]."""

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spcheck.contracts.accounting import SideAccount, account
 from spcheck.contracts.check import Breach, Checked, check_collectives, check_rows
 from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.memory import check_memory
-from spcheck.contracts.rows import phases_of_probe
+from spcheck.contracts.rows import must_fire
 from spcheck.contracts.work import check_work
 from spcheck.exact import STEP_BOUND
 from spcheck.failure import Failure, divergence_sentence, explain
+from spcheck.generation import Generation, generation_of
 from spcheck.judge import BOUNDS, Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
-from spcheck.sentences import CHOICES, label, place, sentence
-from spcheck.subject import FOR_TOKENS
+from spcheck.sentences import CHOICES, STEERING, label, near_tie, place, sentence
 
+_GOES_ON = "; the run goes on with the reference's"
 _MANY = 4  # rows: one or two may be wrong by half in bfloat16, most of many are not
 
 
@@ -39,6 +40,7 @@ class Comparison:
     verdict: Verdict
     accounting: dict[str, SideAccount]
     environment: dict[str, Any]
+    generation: Generation | None = None
     failure: Failure | None = None
 
     @property
@@ -60,6 +62,7 @@ class Comparison:
 
 def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, Any], failure: str | None) -> Comparison:
     """Judges a run. ``failure`` is the sentence of a run that did not come to its end."""
+    plan = _as_it_went(plan, reports)
     results = merge_probes(reports)
     rows = check_rows(plan, reports)
     collectives = check_collectives(plan, reports)
@@ -73,6 +76,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     if broken and broken.divergence:
         findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
     findings += _value_findings(plan, results, first, exactness)
+    findings += _token_findings(plan, results, first, exactness)
     findings += _exactness_findings(plan, results, exactness)
     findings += _pairing_findings(plan, results, reports) if failure is None else []
     findings += [finding for checked in contracts for finding in _breach_findings(checked)]
@@ -86,7 +90,15 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         first_divergence=_first_divergence(results, first, findings),
     )
     costs = account(plan, reports)
-    return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, broken)
+    spoken = generation_of(plan, reports)
+    return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, spoken, broken)
+
+
+def _as_it_went(plan: Plan, reports: Sequence[RankReport]) -> Plan:
+    """The plan with the drafts that the reference accepted, as far as a rank came."""
+    histories = [report.get("accepted", ()) for report in reports]
+    accepted = max(histories, key=len, default=())
+    return replace(plan, accepted=tuple(tuple(map(tuple, step)) for step in accepted))
 
 
 def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:
@@ -125,7 +137,25 @@ def _value_findings(
     later = sum(1 for r in results if r.over) - 1
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
+    why += _GOES_ON if plan.case.generate and first.kind in STEERING else ""
     return [*findings, Finding(kind, outcome, sentence(first, plan) + more + why, _at(first, first.first))]
+
+
+def _token_findings(
+    plan: Plan, results: Sequence[ProbeResult], first: ProbeResult | None, exactness: Exactness | None
+) -> list[Finding]:
+    """When generating, every other forward in which tokens or accepted drafts differ: the run went on behind them."""
+    findings = []
+    exact = exactness is not None and not exactness.doubts
+    for r in results if plan.case.generate else ():
+        if r.kind not in STEERING or r is first:
+            continue
+        if r.over:
+            outcome, why = _outcome_of_first(plan.case.numerics, r, results, exact=exact)
+            findings.append(Finding("token", outcome, sentence(r, plan) + why + _GOES_ON, _at(r, r.first)))
+        elif r.choices is not None and r.choices.within:
+            findings.append(Finding("token", "EQUIVALENT", near_tie(r, plan) + _GOES_ON, _at(r, r.flip)))
+    return findings
 
 
 def _outcome_of_first(
@@ -186,17 +216,16 @@ def _pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Seque
             message = f"{label(r, plan)} was seen in the {r.unpaired} only"
             findings.append(Finding("unpaired", "DIVERGED", message, _at(r, None)))
     silent = {(name, probe) for r in reports for name, side in plan.sides for probe in _silent(plan, side, r)}
-    for side, probe in sorted(s for s in silent if phases_of_probe(s[1], plan)):
+    for side, probe in sorted(silent):
         findings.append(Finding("silent", "DIVERGED", f"{probe}: declared by the {side}, and never fired"))
     return findings
 
 
 def _silent(plan: Plan, side: SidePlan, report: RankReport) -> list[str]:
-    """Probes that never fired and had to. On an idle data-parallel rank a plain subject does not run at all."""
+    """Probes that never fired and had to."""
     silent: list[str] = report.get(side.role, {}).get("silent", [])
-    if plan.requests(plan.place(report["rank"]).dp_rank):
-        return silent
-    return [] if side.plain else [probe for probe in silent if not probe.endswith(FOR_TOKENS)]
+    dp_rank = plan.place(report["rank"]).dp_rank
+    return [probe for probe in silent if must_fire(probe, plan, side, dp_rank)]
 
 
 def _breach_findings(checked: Checked) -> list[Finding]:

@@ -21,7 +21,9 @@ ALLOWED = {
 # Inside the tool: each module may import only from rows above its own (and its own row).
 LAYERS = [
     {"spcheck", "spcheck.errors", "spcheck.printable"},
-    {"spcheck.phases", "spcheck.place", "spcheck.case", "spcheck.subject", "spcheck.comm", "spcheck.exact"},
+    {"spcheck.place", "spcheck.case", "spcheck.subject", "spcheck.comm", "spcheck.exact"},
+    {"spcheck.steps"},
+    {"spcheck.phases"},
     {"spcheck.judge", "spcheck.guard", "spcheck.model", "spcheck.schemes"},
     {"spcheck.dispatch"},
     {"spcheck.checks"},
@@ -33,6 +35,7 @@ LAYERS = [
         "spcheck.sentences",
         "spcheck.worker",
         "spcheck.failure",
+        "spcheck.generation",
     },
     {"spcheck.verdict", "spcheck.launch"},
     {"spcheck.doctor"},

@@ -42,9 +42,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward on the first rank of a data-parallel rank, with its ``tokens``; a step before the case's own too."""
+    """One forward of any step on the first rank of a data-parallel rank, with its ``tokens``."""
 
     name: str
+    step: int
     dp_rank: int
     tokens: int
     traffic: tuple[Traffic, ...]
@@ -102,8 +103,8 @@ class _Account:
 
     def __init__(self, plan: Plan, side: SidePlan, logs: _Logs) -> None:
         self.plan, self.plan_of_side, self.logs = plan, side, logs
-        # The case's own target step is the last one.
-        self.step = max(i for i, phase in enumerate(plan.phases[0]) if phase.kind == "target")
+        forwards = enumerate(plan.phases[0])
+        self.step = next(i for i, p in forwards if (p.kind, p.step) == ("target", plan.own_step))
         self.targets = [phases[self.step] for phases in plan.phases]
         self.calls = [
             [expected_collectives(plan, side, dp_rank, i) for i in range(len(phases))]
@@ -149,7 +150,7 @@ class _Account:
             for phase, calls in zip(phases, self.calls[dp_rank], strict=True):
                 name = self.plan.forward_name(phase.kind, phase.call)
                 seen = self.seen(dp_rank * self.plan.case.tp, phase)
-                yield Forward(name, dp_rank, phase.real, _traffic(self.plan, phase, calls, seen))
+                yield Forward(name, phase.step, dp_rank, phase.real, _traffic(self.plan, phase, calls, seen))
 
 
 def _traffic(

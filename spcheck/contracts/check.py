@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +99,9 @@ def _rows(counts: list[int]) -> str:
 
 
 def _wrong_caches(plan: Plan, subject: str, rank: int, held: dict[str, list[int]]) -> list[Breach]:
-    phases = {name: plan.cache_phase(name, plan.place(rank).dp_rank) for name in held}
-    wanted = {name: list(phase.counts) for name, phase in phases.items() if phase.real}
+    dp_rank = plan.place(rank).dp_rank
+    phases = {name: plan.cache_phase(name, dp_rank) for name in held}
+    wanted = {name: _held(phase, len(plan.prompts(dp_rank))) for name, phase in phases.items() if phase.real}
     actual = {name: held[name] for name in wanted}
     breaches = []
     for item in DeepDiff(wanted, actual, view="tree", verbose_level=2).values():
@@ -109,6 +111,12 @@ def _wrong_caches(plan: Plan, subject: str, rank: int, held: dict[str, list[int]
             message = f"{name}: {change.t2} positions held for {where} on rank {rank}, {change.t1} expected"
             breaches.append(Breach("rows", message, subject, name, 0, rank))
     return breaches
+
+
+def _held(phase: Phase, requests: int) -> list[int]:
+    """Positions of each request."""
+    rows = Counter(request for request, _ in phase.rows)
+    return [rows[request] for request in range(requests)]
 
 
 @dataclass(frozen=True)

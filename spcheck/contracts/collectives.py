@@ -61,14 +61,14 @@ class _Table:
 
     def forward(self) -> Iterator[Expected]:
         if self.agrees:
-            yield Expected("all_reduce", "dp_cpu", (2, self.dp), "int64", "the data-parallel ranks' row counts")
+            yield Expected("all_reduce", "dp_cpu", (3, self.dp), "int64", "the data-parallel ranks' row counts")
         yield from self.draft() if self.phase.kind == "draft" else self.target()
 
     @property
     def agrees(self) -> bool:
-        """Draft step 0 has the rows of its target step, and runs in its context."""
-        first = self.phase.kind == "draft" and self.phase.draft == 0
-        return not self.side.plain and self.dp > 1 and self.plan.has_moe and not first
+        """Draft step 0 has the rows of its target step, and runs in its context, unless drafts were verified."""
+        same_rows = self.phase.kind == "draft" and self.phase.draft == 0 and not self.phase.recounted
+        return not self.side.plain and self.dp > 1 and self.plan.has_moe and not same_rows
 
     def target(self) -> Iterator[Expected]:
         layers = self.config.num_hidden_layers

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spcheck.contracts.rows import phases_of_probe
 from spcheck.exact import LIMIT, Grid
 from spcheck.guard import ROUTED, Product, largest_norms, merge_norms, products
 from spcheck.plan import Plan
@@ -48,14 +49,22 @@ def check_exactness(plan: Plan, reports: Reports) -> Exactness | None:
         return None
     rounded = reference_norms(plan, reports, norms)
     merged = rounded | merge_norms([w for w in weights if w])
-    longest = max(n for d in range(plan.case.dp) for n in plan.lengths(d))
-    made = products(plan.config, plan.grid, merged, longest)
+    made = products(plan.config, plan.grid, merged, _keys(plan))
     doubts = [_doubt(p, plan.grid) for p in made if not p.exact]
     doubts += dict.fromkeys(_operands("reference", reports, plan.grid))
     vacuous = [*_vacuous(reports, plan.grid), *(f"{name} is all zero after rounding" for name in _zeros(rounded))]
     strayed = dict.fromkeys(_operands("candidate", reports, plan.grid))
     tightest = max(made, key=lambda p: p.bits)
     return Exactness(plan.grid.name, len(made), tightest, tuple(doubts), (*vacuous, *strayed))
+
+
+def _keys(plan: Plan) -> dict[int, int]:
+    """The largest number of keys of a query in each layer."""
+    phases = {
+        layer: [phase for d in range(plan.case.dp) for phase in phases_of_probe(f"model.layers.{layer}", plan, d)]
+        for layer in range(plan.config.mtp_layers.stop)
+    }
+    return {layer: max((phase.keys for phase in found), default=0) for layer, found in phases.items()}
 
 
 def reference_norms(plan: Plan, reports: Reports, by_dp_rank: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -65,7 +74,7 @@ def reference_norms(plan: Plan, reports: Reports, by_dp_rank: Sequence[dict[str,
 
 def norms_by_dp_rank(plan: Plan, reports: Reports) -> list[dict[str, float]] | None:
     """What each data-parallel rank's reference measured, over its ranks; None where one of them says nothing."""
-    busy = [d for d in range(plan.case.dp) if plan.requests(d)]
+    busy = [d for d in range(plan.case.dp) if plan.prompts(d)]
     ran = [r for r in reports if plan.place(r["rank"]).tp_rank < plan.reference.tp]
     norms = [(plan.place(r["rank"]).dp_rank, r.get("reference", {}).get("norms")) for r in ran]
     logs = [[mine for dp_rank, mine in norms if dp_rank == d] for d in busy]

@@ -8,12 +8,13 @@ works on shards from behind its attention, and the next MoE layer's input norm s
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from reference.config import ModelConfig
 from spcheck.phases import Phase, layer_of
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
-from spcheck.subject import FOR_TOKENS
+from spcheck.subject import FOR_TOKENS, REJECTION_SAMPLER, SHORT_CONTEXT
 
 _ON_SHARDS = re.compile(
     r"""\.(input_layernorm|post_attention_layernorm)\.(in|out)$  # the residual stream and its norms
@@ -33,11 +34,15 @@ def expected_rows(probe: str, side: SidePlan, config: ModelConfig, phase: Phase)
 
     A plain subject has one firing per request, of its own rows; a packed one has one.
     """
-    per_request = probe.endswith(("sampler.in", "sampler.out"))
+    rows: Sequence[int] = phase.counts
+    if probe == REJECTION_SAMPLER:
+        rows = [1] * len(phase.counts)
+    elif probe.endswith(("sampler.in", "sampler.out")):
+        rows = phase.samples
     if side.plain:
-        return [1] * len(phase.counts) if per_request else list(phase.counts)
-    if per_request:
-        return [len(phase.counts)]
+        return list(rows)
+    if rows is not phase.counts:
+        return [sum(rows)]
     if probe.endswith(FOR_TOKENS):
         return [phase.real]
     return [phase.shard_rows(side.tp) if _on_shard(probe, side.scheme, config) else phase.padded]
@@ -59,10 +64,29 @@ def enters_on_shards(config: ModelConfig, layer: int) -> bool:
     return 0 < layer < config.num_hidden_layers and config.is_moe_layer(layer - 1)
 
 
+def may_be_silent(probe: str, config: ModelConfig, phase: Phase) -> bool:
+    """Whether a probe need not fire: where no row has more keys than the indexer chooses it may choose all unscored."""
+    return probe.endswith(SHORT_CONTEXT) and config.index_topk is not None and phase.keys <= config.index_topk
+
+
+def must_fire(probe: str, plan: Plan, side: SidePlan, dp_rank: int) -> bool:
+    """Whether a probe has to fire in some forward of a side on a data-parallel rank.
+
+    Where there is no token a plain subject does not run at all, and attention of a packed one sees no row.
+    """
+    for_tokens = side.plain or probe.endswith(FOR_TOKENS) or probe == REJECTION_SAMPLER
+    return any(
+        (phase.real or not for_tokens) and not may_be_silent(probe, plan.config, phase)
+        for phase in phases_of_probe(probe, plan, dp_rank)
+    )
+
+
 def phases_of_probe(probe: str, plan: Plan, dp_rank: int = 0) -> list[Phase]:
-    """The forwards in which a probe must fire: an MTP layer's in the draft steps that use it, else the target's."""
+    """The forwards in which a probe is seen: an MTP layer's in the draft steps that use it, else the target's."""
     layer = layer_of(probe)
-    phases = plan.phases[dp_rank]
+    phases = [phase for phase in plan.phases[dp_rank] if phase.probed]
+    if probe == REJECTION_SAMPLER:
+        return [phase for phase in phases if phase.drafts is not None]
     if layer is None or layer < plan.config.num_hidden_layers:
         return [phase for phase in phases if phase.kind == "target"]
     return [phase for phase in phases if phase.kind == "draft" and plan.mtp_layer(phase.draft) == layer]

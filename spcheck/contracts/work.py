@@ -128,7 +128,8 @@ class _Work:
             return
         chosen = self.rows_to_ranks()
         for report in self.reports:
-            for phase in self.plan.phases[self.plan.place(report["rank"]).dp_rank]:
+            phases = self.plan.phases[self.plan.place(report["rank"]).dp_rank]
+            for phase in (phase for phase in phases if phase.probed):
                 calls = report.get(self.subject, {}).get("collectives", {}).get(f"{phase.kind} {phase.call}", [])
                 yield from self.wrong_ways(report["rank"], phase, calls)
                 for call in _travelling(calls):

@@ -38,7 +38,7 @@ def _document(side: SideAccount) -> dict[str, Any]:
 
 def _side(plan: Plan, side: SideAccount) -> Iterator[str]:
     yield _row(f"{side.name}, rank {side.dp_rank * plan.case.tp}", "collective", "group", "calls", "expected", "seen")
-    steps = [f for f in side.forwards if f.dp_rank == side.dp_rank and not f.name.startswith("previous")]
+    steps = [f for f in side.forwards if f.dp_rank == side.dp_rank and f.step == plan.own_step]
     for title, rows in _merged(steps):
         for row in rows:
             size = _at_most(_size(row.bytes), row.at_most)

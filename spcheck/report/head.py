@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from rich.markup import escape as escape_markup
 
-from spcheck.case import requests_text
 from spcheck.notes import batch_text, notes
 from spcheck.printable import printable
 from spcheck.verdict import Comparison
@@ -22,7 +21,8 @@ def head_lines(c: Comparison) -> Iterator[str]:
     case = c.plan.case
     world = f"tp {case.tp}" + (f"  dp {case.dp}" if case.dp > 1 else "")
     backend = c.environment.get("backend", case.backend)
-    what = [case.model, world, f"tokens {requests_text(case.requests)}", _numerics(c), f"mtp steps {case.mtp_steps}"]
+    what = [case.model, world, f"tokens {case.requests_text}", _numerics(c), f"mtp steps {case.mtp_steps}"]
+    what += [f"generate {case.generate}"] if case.generate else []
     yield escape("  ".join([*what, backend]))
     if not (c.plan.reference.plain and c.plan.reference.tp == case.tp):
         yield escape(_reference(c))

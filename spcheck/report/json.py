@@ -14,6 +14,7 @@ from spcheck.judge import BOUNDS
 from spcheck.merge import total_choices
 from spcheck.notes import notes
 from spcheck.report.accounting import accounting_json
+from spcheck.report.generation import generation_json
 from spcheck.verdict import Comparison
 
 SCHEMA = "spcheck.diff/1"
@@ -46,6 +47,7 @@ def _document(c: Comparison) -> dict[str, Any]:
             "memory": _contract(c.memory),
         },
         "accounting": accounting_json(c.accounting),
+        "generation": generation_json(c.generation),
         "first_divergence": c.verdict.first_divergence,
         "findings": [asdict(f) for f in c.verdict.findings],
         "failure": None if c.failure is None else asdict(c.failure),

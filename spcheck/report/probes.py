@@ -8,6 +8,7 @@ from itertools import groupby
 from spcheck.exact import STEP_BOUND
 from spcheck.judge import BOUNDS
 from spcheck.merge import ProbeResult
+from spcheck.sentences import CHOICES
 from spcheck.verdict import Comparison
 
 _HEAD = f"{'':<8} {'rows':>4} {'equal':>5} {'error':>7}  probe"
@@ -38,7 +39,7 @@ def _bound(numerics: str) -> str:
 def _figures(r: ProbeResult) -> str:
     """State, rows compared, rows equal in every bit, and the largest error of a row."""
     error = f"{r.max_rel:.1e}" if r.max_rel else "0"
-    if r.kind in ("set", "token") and r.unequal_rows:
+    if r.kind in CHOICES and r.unequal_rows:
         error = "choice"
     return f"{_state(r):<8} {r.rows:>4} {r.rows - r.unequal_rows:>5} {error:>7}"
 

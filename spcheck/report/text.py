@@ -17,9 +17,10 @@ from spcheck.plan import Plan
 from spcheck.printable import printable
 from spcheck.report.accounting import accounting_lines
 from spcheck.report.failure import failure_lines
+from spcheck.report.generation import generation_lines, turn_lines
 from spcheck.report.head import escape, head_lines
 from spcheck.report.probes import probe_lines
-from spcheck.sentences import place
+from spcheck.sentences import CHOICES, place
 from spcheck.verdict import Comparison
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
@@ -39,7 +40,8 @@ def to_text(
     with console.capture() as capture:
         for line in head_lines(comparison):
             console.print(line)
-        for line in probe_lines(comparison, width) if verbose else ():
+        details = (*probe_lines(comparison, width), *turn_lines(comparison.generation, comparison.plan))
+        for line in details if verbose else ():
             console.print(escape(line))
         if comparison.results:
             console.print(_table(comparison, width))
@@ -47,6 +49,7 @@ def to_text(
             _contracts,
             _exactness,
             _choices,
+            _generation,
             *([_accounting] if collectives else []),
             _findings,
             _failure,
@@ -112,8 +115,9 @@ def _groups(c: Comparison) -> list[tuple[str, list[ProbeResult]]]:
 def _line_of(result: ProbeResult, plan: Plan) -> str:
     layer = layer_of(result.probe)
     forward = plan.forward_name(result.phase, result.call)
-    if forward.startswith("previous"):
-        return "previous step"
+    phase = plan.phase(result.phase, result.call)
+    if phase is not None and plan.steps[phase.step].name:
+        return plan.steps[phase.step].name
     if result.phase == "cache":
         return "caches"
     if result.phase == "draft":
@@ -124,7 +128,7 @@ def _line_of(result: ProbeResult, plan: Plan) -> str:
 
 
 def _line_order(name: str) -> tuple[int, int]:
-    kinds = ["previous", "embedding", "layer", "norm,", "draft", "caches"]
+    kinds = ["previous", "embedding", "layer", "norm,", "draft", "generated", "caches"]
     number = next((int(w) for w in name.replace(")", "").split() if w.isdigit()), 0)
     return kinds.index(name.split()[0]), number
 
@@ -144,7 +148,7 @@ def _cells(results: list[ProbeResult], plan: Plan) -> list[str]:
 
 
 def _error(result: ProbeResult, plan: Plan, state: str) -> list[str]:
-    size = "choice" if result.kind in ("set", "token") else f"{result.max_rel:.1e}"
+    size = "choice" if result.kind in CHOICES else f"{result.max_rel:.1e}"
     return [size, state, f"{_brief(result, plan)} {_short(result.probe)}".strip()]
 
 
@@ -186,6 +190,10 @@ def _choices(c: Comparison) -> Iterable[str]:
         if margins:
             margin, probe = min(margins)
             yield f"             closest call: {margin:.1e} in {escape(probe)}"
+
+
+def _generation(c: Comparison) -> Iterable[str]:
+    return map(escape, generation_lines(c.generation))
 
 
 def _exactness(c: Comparison) -> Iterable[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spcheck.comm.interface import World
-from spcheck.phases import Phase
+from spcheck.phases import Phase, Row
 from spcheck.place import Place
 from spcheck.subject import Tap
 from spcheck.worker.capture import Piece
@@ -78,7 +78,7 @@ class _Forward:
             tap = self.taps[probe]
             if _in_pieces(tap):
                 self._post(boxes, probe, tap, value)
-            elif tap.choice and tap.placement == "Shard(0)" and self.dispatch.to_replay:
+            elif tap.placement == "Shard(0)" and self.dispatch.replays(tap):
                 for rank in self.place.peers:
                     boxes[rank][f"{probe}{_CHOICES}"] = value[: len(self._owned(self.place))].contiguous()
         return boxes
@@ -106,7 +106,7 @@ class _Forward:
                 aligned.values[probe] = joined(present, tap.placement).to(value.device)
             else:
                 aligned.values[probe] = value[_own_slice(tap, self.phase, self.place)]
-            if tap.choice and self.dispatch.to_replay:
+            if self.dispatch.replays(tap):
                 aligned.choices[probe] = self._choices(probe, tap, incoming)
         return aligned
 
@@ -144,7 +144,7 @@ def align_alone(pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, 
         for rank in place.peers:
             rows = _own_rows(taps[probe], phase, Place(rank, place.tp, place.dp))
             outgoing[rank][probe] = value[rows].contiguous()
-            if taps[probe].choice and dispatch.to_replay:
+            if dispatch.replays(taps[probe]):
                 outgoing[rank][f"{probe}{_CHOICES}"] = value
     received = world.swap(outgoing)[place.peers.start]
     values = {probe: x for probe, x in received.items() if "#" not in probe}
@@ -152,16 +152,16 @@ def align_alone(pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, 
     return Aligned(values=values, choices=choices, order=list(local) or list(values))
 
 
-def owned_rows(per_request: bool, phase: Phase, place: Place) -> list[tuple[int, int]]:
-    """(request, position) of each row that :func:`align` gives this rank for a probe."""
-    if per_request:
-        return phase.last_rows if place.tp_rank == 0 else []
+def owned_rows(unit: str, phase: Phase, place: Place) -> list[Row]:
+    """(request, position) of each entry that :func:`align` gives this rank for a probe."""
+    if unit != "row":
+        return phase.units(unit) if place.tp_rank == 0 else []
     return [phase.row(i) for i in phase.owned(place.tp_rank, place.tp)]
 
 
 def _in_pieces(tap: Tap) -> bool:
     """Whether ranks hold parts of a row, to be joined by the one that owns it."""
-    return not tap.per_request and tap.placement in ("Shard(1)", "Partial")
+    return tap.per_row and tap.placement in ("Shard(1)", "Partial")
 
 
 def _joined(
@@ -201,19 +201,19 @@ def _cat(values: list[Tensor], tap: Tap) -> Tensor:
 
 
 def _rows(tap: Tap, phase: Phase) -> int:
-    return len(phase.counts) if tap.per_request else phase.real
+    return len(phase.units(tap.unit))
 
 
 def _own_slice(tap: Tap, phase: Phase, place: Place) -> slice:
-    if tap.placement == "Shard(0)" and not tap.per_request:
+    if tap.placement == "Shard(0)" and tap.per_row:
         return slice(0, len(phase.owned(place.tp_rank, place.tp)))
     return _own_rows(tap, phase, place)
 
 
 def _own_rows(tap: Tap, phase: Phase, place: Place) -> slice:
     """The rows of a rank among all rows."""
-    if tap.per_request:
-        return slice(0, len(phase.counts) if place.tp_rank == 0 else 0)
+    if not tap.per_row:
+        return slice(0, _rows(tap, phase) if place.tp_rank == 0 else 0)
     mine = phase.owned(place.tp_rank, place.tp)
     return slice(mine.start, mine.stop)
 

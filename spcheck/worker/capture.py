@@ -5,7 +5,7 @@ Hooks never communicate: each rank keeps its local pieces until the forward is o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spcheck.comm.trace import Trace
 from spcheck.subject import Tap
 
-_KINDS = ("value", "set", "scores", "token", "logits", "work", "order", "keys")
+_KINDS = ("value", "set", "scores", "token", "accepted", "logits", "work", "order", "keys")
 _KINDS_BY_IDS = ("by", "keys", "all-keys", "routed")
 
 
@@ -42,6 +42,7 @@ class Capture:
         self._trace = Trace()
         self.pieces: list[Piece] = []
         self.fired: set[str] = set()
+        self._wanted: Container[str] | None = None
         self._stack: list[str] = []
         self._latest: dict[str, Tensor | None] = {tap.ids: None for tap in taps.values() if tap.ids}
         self._handles: list[Any] = []
@@ -63,7 +64,12 @@ class Capture:
         self._trace = trace
         self.pieces = []
         self.fired = set()
+        self._wanted = None
         self._stack.clear()
+
+    def watch(self, probes: Container[str] | None) -> None:
+        """Copies these probes alone in the forwards to come, None for all."""
+        self._wanted = probes
 
     def drain(self) -> list[Piece]:
         """The pieces since the last call, in execution order."""
@@ -100,6 +106,8 @@ class Capture:
         self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _keep(self, probe: str, tap: Tap, values: tuple[Any, ...]) -> None:
+        if self._wanted is not None and probe not in self._wanted:
+            return
         value = values[tap.index] if tap.index < len(values) else None
         if not isinstance(value, Tensor):
             raise TapError(f"probe {probe}: no tensor stands at element {tap.index}")

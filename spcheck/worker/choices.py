@@ -26,6 +26,7 @@ class Choices:
     flip_margin: float | None = None
     score_error: float | None = None
     first_beyond: int | None = None
+    first_flip: int | None = None
 
 
 def measure_choices(expected: Tensor, actual: Tensor, scores: Tensor, own_scores: Tensor) -> Choices:
@@ -58,6 +59,7 @@ def measure_choices(expected: Tensor, actual: Tensor, scores: Tensor, own_scores
         flip_margin=float(wide[worst]),
         score_error=float(error[worst]),
         first_beyond=rows[0] if rows else None,
+        first_flip=int(flipped[0]),
     )
 
 

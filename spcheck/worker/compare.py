@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spcheck.comm.interface import World
+from spcheck.contracts.rows import may_be_silent
 from spcheck.dispatch import experts_per_rank
 from spcheck.exact import SHORT_SUM, point_of
 from spcheck.judge import bound_of
@@ -53,7 +54,11 @@ class Comparer:
             return
         paired = [probe for probe in actual.order if probe in expected.values]
         known = set(paired)
-        alone = [probe for probe in (*expected.order, *actual.order) if probe not in known]
+        alone = [
+            probe
+            for probe in (*expected.order, *actual.order)
+            if probe not in known and not may_be_silent(probe, self._plan.config, phase)
+        ]
         measured = self._measured(phase, paired, expected.values, actual.values)
         for probe in [*paired, *alone]:
             tap = self._tap(probe)
@@ -66,16 +71,16 @@ class Comparer:
 
     def _measured(self, phase: Phase, probes: Sequence[str], expected: Values, actual: Values) -> dict[str, Row]:
         """Probe -> what was measured, and where."""
-        found = {p: self._chosen(p, expected, actual) for p in probes if self._tap(p).kind in ("set", "token")}
+        found = {p: self._chosen(p, expected, actual) for p in probes if self._tap(p).choice}
         pairs = {p: self._pair(p, expected, actual) for p in probes if p not in found}
         for (probe, pair), difference in zip(pairs.items(), measure_all(list(pairs.values())), strict=True):
             found[probe] = self._after_snap(probe, difference, pair)
-        rows = {kind: owned_rows(kind, phase, self._place) for kind in (True, False)}
+        rows = {unit: owned_rows(unit, phase, self._place) for unit in {self._tap(probe).unit for probe in found}}
         return {
             probe: {
                 "difference": vars(d),
                 "bound": pairs[probe].bound if probe in pairs else 0.0,
-                **self._located(d, straddle, rows[self._tap(probe).per_request]),
+                **self._located(d, straddle, more, rows[self._tap(probe).unit]),
                 **more,
             }
             for probe, (d, straddle, more) in found.items()
@@ -84,13 +89,13 @@ class Comparer:
     def _pair(self, probe: str, expected: Values, actual: Values) -> Pair:
         """Both sides with the same thing in each column, and the bound."""
         # A replayed choice stands in the reference's order in both.
-        ids = expected if self._plan.replays else actual
+        ids = expected if self._plan.replays_choices else actual
         e, a = _paired_columns(self._tap(probe), expected[probe], actual[probe], expected, ids)
         bound = bound_of(self._numerics, probe)
         if self._numerics == "exact":
             return Pair(e, a, bound * _conditioning(probe, expected), one_scale=bound > 0)
         # Rows of few heads or logits may cancel like scores.
-        one_scale = probe.endswith(".head_weights.out") or (self._tap(probe).fill < -1 and self._plan.replays)
+        one_scale = probe.endswith(".head_weights.out") or (self._tap(probe).fill < -1 and self._plan.replays_choices)
         return Pair(e, a, bound, one_scale=one_scale, scale=_score_scale(probe, expected))
 
     def _tap(self, probe: str) -> Tap:
@@ -117,14 +122,16 @@ class Comparer:
         if any(len(x) != len(e) for x in (a, expected[scores], actual[scores])):
             return difference, None, {}  # rows are missing on one side: a finding of its own
         choices = measure_choices(e, a, expected[scores], actual[scores])
-        if self._plan.replays and difference.rows_over:
+        if self._plan.replays_choices and difference.rows_over:
             difference = _beyond_only(difference, choices)
         return difference, None, {"choices": vars(choices)}
 
-    def _located(self, difference: Difference, straddle: int | None, owned: list[tuple[int, int]]) -> Row:
+    def _located(self, difference: Difference, straddle: int | None, more: Row, owned: list[tuple[int, int]]) -> Row:
         """Local rows of a difference as (request, position); a misshapen value has no such row."""
         out: Row = {}
-        for name, row in (("worst", difference.worst_row), ("first", difference.first_over), ("straddle", straddle)):
+        flip = more.get("choices", {}).get("first_flip")
+        places = {"worst": difference.worst_row, "first": difference.first_over, "straddle": straddle, "flip": flip}
+        for name, row in places.items():
             if row is not None and row < len(owned):
                 out[name] = self._at(*owned[row])
         return out
@@ -135,8 +142,7 @@ class Comparer:
         for name, fault in (("reference_replica", expected), ("replica", actual)):
             if fault is not None:
                 rank, row = fault
-                at = phase.last_rows[row] if tap.per_request else phase.row(row)
-                out[name] = {"rank": rank, **self._at(*at)}
+                out[name] = {"rank": rank, **self._at(*phase.units(tap.unit)[row])}
         return out
 
     def _at(self, request: int, position: int) -> Row:

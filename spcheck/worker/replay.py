@@ -25,7 +25,7 @@ class Replay:
         self._rows: Mapping[str, Sequence[slice]] = {}
         self._firings: Counter[str] = Counter()
         modules = dict(root.named_modules())
-        self.probes = {probe: tap for probe, tap in taps.items() if is_choice(probe, taps)}
+        self.probes = {probe: tap for probe, tap in taps.items() if is_choice(probe, taps) or tap.steers}
         for probe, tap in self.probes.items():
             modules[tap.module].register_forward_hook(lambda _, __, output, probe=probe: self._replaced(probe, output))
 
@@ -54,7 +54,7 @@ class Replay:
 
 def is_choice(probe: str, taps: Mapping[str, Tap]) -> bool:
     """Whether a probe shows what a module chose from scores that are probed too."""
-    return taps[probe].kind in ("set", "token") and scores_of(probe) in taps and scores_of(probe) != probe
+    return taps[probe].choice and scores_of(probe) in taps and scores_of(probe) != probe
 
 
 def scores_of(choice: str) -> str:

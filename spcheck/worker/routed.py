@@ -18,6 +18,7 @@ from spcheck.phases import Phase
 from spcheck.place import Place
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
+from spcheck.subject import Tap
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,9 @@ class Dispatch:
         """Whether a row travels only to ranks that own one of its experts."""
         return is_by_choice(self.side, self.plan.case)
 
-    @property
-    def to_replay(self) -> bool:
-        """Whether the other side goes on with the choices of this one."""
-        return self.plan.replays and self.side.is_reference
+    def replays(self, tap: Tap) -> bool:
+        """Whether the other side goes on with what this one chose at a tap."""
+        return self.side.is_reference and self.plan.replays(tap)
 
     @property
     def ranks(self) -> range:

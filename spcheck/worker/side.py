@@ -12,14 +12,16 @@ from torch import Tensor
 
 from spcheck.comm.interface import World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
+from spcheck.contracts.rows import must_fire
 from spcheck.dispatch import carries_ids
 from spcheck.phases import Phase
 from spcheck.place import Place
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
-from spcheck.subject import FOR_TOKENS, Chunk, Tap
+from spcheck.subject import Tap
 from spcheck.worker.built import Built, EnginePool, build, build_key, own_groups
 from spcheck.worker.capture import Piece
+from spcheck.worker.script import Script
 
 _RESIDUAL = ("input_layernorm.in", "post_attention_layernorm.in", "model.norm.in", "shared_head.norm.in")
 
@@ -27,16 +29,23 @@ _RESIDUAL = ("input_layernorm.in", "post_attention_layernorm.in", "model.norm.in
 class Side:
     """A subject in one case. ``log`` is plain data for the parent and is kept current while it runs."""
 
-    def __init__(self, side: SidePlan, plan: Plan, world: World, tokens: list[Tensor], pool: EnginePool) -> None:
-        """``tokens[i]`` are the new ids of request ``i`` of this data-parallel rank, on the subject's device."""
+    def __init__(self, side: SidePlan, script: Script, world: World, pool: EnginePool) -> None:
         self.plan = side
-        self.log: dict[str, Any] = {"rows": [], "collectives": {}, "work": [], "silent": [], "row_bytes": {}}
+        self.log: dict[str, Any] = {
+            "rows": [],
+            "collectives": {},
+            "work": [],
+            "silent": [],
+            "row_bytes": {},
+            "tokens": [],
+        }
         self.received: dict[str, tuple[int, ...]] = {}
         """Module -> the rows that its last all-to-all of expert ids got from each rank."""
-        self._plan = plan
+        self.sampled: list[int] = []
+        """The tokens of the last forward, of every row that is sampled."""
+        self._script = script
         self._world = world
-        self._place: Place = plan.place(world.rank)
-        self._tokens = tokens
+        self._place: Place = script.plan.place(world.rank)
         self._pool = pool
         self._key: tuple[object, ...] = ()
         self._trace = world.trace
@@ -71,14 +80,19 @@ class Side:
         """The subject's probes."""
         return self._ready.taps
 
+    @property
+    def _plan(self) -> Plan:
+        """As far as it is known: it grows while the reference runs."""
+        return self._script.plan
+
     def replay(self, phase: Phase, chosen: Mapping[str, Tensor]) -> None:
         """Lets the next forward go on with these choices of all real rows."""
         replay = self._ready.replay
         replay.expect({probe: self._firings(phase, tap) for probe, tap in replay.probes.items()}, chosen)
 
     def _firings(self, phase: Phase, tap: Tap) -> list[slice]:
-        """Of all real rows, or of all requests, those of each firing."""
-        counts = [1] * len(phase.counts) if tap.per_request else phase.counts
+        """Of all rows, samples or requests those of each firing."""
+        counts = {"row": phase.counts, "sample": phase.samples}.get(tap.unit, [1] * len(phase.counts))
         if not self._ready.packed:
             ends = list(accumulate(counts))
             return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -88,6 +102,7 @@ class Side:
     def run(self, phase: Phase) -> list[Piece]:
         """One forward of all requests: what the probes held on this rank."""
         self._trace.begin(self.plan.module, f"{phase.kind} step {phase.call}")
+        self._ready.capture.watch(None if phase.probed else self._always_watched)
         self._ready.padding.expect(phase.real, phase.padded)
         if self._ready.snapper and self._ready.packed:
             self._ready.snapper.expect(self._real_rows(phase))
@@ -113,7 +128,7 @@ class Side:
         last = next(reversed(self.log["collectives"]))
         self.log["collectives"][last] += [_plain(record) for record in self._records]
         for name, state in caches.items():
-            held = [state[r] for r in range(len(self._tokens)) if r in state]
+            held = [state[r] for r in range(len(self._plan.prompts(self._place.dp_rank))) if r in state]
             self.log["cached"][name] = [len(rows) for rows in held]
             phase = self._plan.cache_phase(name, self._place.dp_rank)
             if held and phase.real and phase in phases:
@@ -135,12 +150,8 @@ class Side:
         self._pool.give_back(self._key, built)
 
     def _unrounded(self, silent: list[str]) -> list[str]:
-        """Snaps that had to fire and did not; those of an MTP layer fire only in its draft steps."""
-        if not self._tokens:  # a plain subject does not run at all, and attention of a packed one sees no row
-            silent = [] if self.plan.plain else [name for name in silent if not name.endswith(FOR_TOKENS)]
-        ran = {self._plan.mtp_layer(step) for step in range(self._plan.case.mtp_steps)}
-        idle = [f"model.layers.{i}." for i in self._plan.config.mtp_layers if i not in ran]
-        return [name for name in silent if not name.startswith(tuple(idle))]
+        """Snaps that had to fire and did not."""
+        return [name for name in silent if must_fire(name, self._plan, self.plan, self._place.dp_rank)]
 
     @property
     def _ready(self) -> Built:
@@ -164,14 +175,33 @@ class Side:
 
     def _forward(self, phase: Phase, requests: Sequence[int]) -> None:
         if phase.kind == "target":
-            starts = dict(zip(phase.requests, phase.starts, strict=True))
-            chunks: list[Chunk] = [(r, starts[r], self._tokens[r]) for r in requests]
-            self._ready.engine.step(chunks)
+            self._ready.engine.step(self._script.chunks(phase, self._place.dp_rank, requests))
         else:
             self._ready.engine.draft(requests, phase.draft)
 
+    @property
+    def _always_watched(self) -> set[str]:
+        """What is copied in a forward that is not compared: choices to be replayed, streams that the guard bounds."""
+        choices = self._ready.replay.probes if self._plan.replays_choices else ()
+        streams = [probe for probe in self.taps if probe.endswith(_RESIDUAL)] if self._bounds_streams else ()
+        return {*choices, *streams}
+
     def _note(self, phase: Phase, pieces: Sequence[Piece]) -> None:
+        self.sampled = [
+            int(t) for p in pieces if self.taps[p.probe].kind == "token" for t in p.value.flatten().tolist()
+        ]
+        if phase.probed:
+            self._note_rows(phase, pieces)
+        for piece in pieces:
+            self._see_residual(phase, piece)
+        self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
+        ids = [r for r in self._records if carries_ids(r.kind, r.dtype, len(r.shape))]
+        self.received = {record.module: record.receive for record in ids}
+        self._records.clear()
+
+    def _note_rows(self, phase: Phase, pieces: Sequence[Piece]) -> None:
         rows: dict[str, list[int]] = {}
+        steers: dict[str, list[int]] = {}
         for piece in pieces:
             tap = self.taps[piece.probe]
             if tap.kind == "work":
@@ -182,18 +212,20 @@ class Side:
                 size = math.prod(piece.value.shape[1:]) * piece.value.element_size()
                 sizes = self.log["row_bytes"].setdefault(piece.probe, [])
                 sizes += [size] if size not in sizes else []
-            self._see_residual(phase, piece, tap)
+            elif tap.steers and self._script.generates:
+                steers.setdefault(piece.probe, []).extend(int(n) for n in piece.value.flatten().tolist())
         self.log["rows"] += [[probe, phase.call, counts] for probe, counts in rows.items()]
-        self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
-        ids = [r for r in self._records if carries_ids(r.kind, r.dtype, len(r.shape))]
-        self.received = {record.module: record.receive for record in ids}
-        self._records.clear()
+        self.log["tokens"] += [[probe, phase.call, tokens] for probe, tokens in steers.items()]
 
-    def _see_residual(self, phase: Phase, piece: Piece, tap: Tap) -> None:
+    @property
+    def _bounds_streams(self) -> bool:
         """The guard bounds the reference's residual streams as well, which pass no snap."""
+        return self._ready.snapper is not None and self.plan.is_reference
+
+    def _see_residual(self, phase: Phase, piece: Piece) -> None:
         snapper = self._ready.snapper
-        if snapper and self.plan.is_reference and piece.probe.endswith(_RESIDUAL):
-            sharded = tap.placement == "Shard(0)"
+        if snapper and self._bounds_streams and piece.probe.endswith(_RESIDUAL):
+            sharded = self.taps[piece.probe].placement == "Shard(0)"
             real = len(self._owned(phase)) if sharded else phase.real
             snapper.see_largest(piece.probe, piece.value[:real])
 

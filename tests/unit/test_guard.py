@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_no_sum_of_a_product_is_larger_than_its_bound(gain, outliers, scaled, mo
     plan = make_plan(Case(**CASE))
     reports, largest = watched(monkeypatch, plan)
     norms = merge_norms([r["reference"]["norms"] for r in reports]) | merge_norms([r["weight_norms"] for r in reports])
-    made = {p.name: p for p in products(plan.config, plan.grid, norms, 21)}
+    made = {p.name: p for p in products(plan.config, plan.grid, norms, defaultdict(lambda: 21))}
     unit = plan.grid.activation + plan.grid.weight
     checked = [name for name in largest if name in made]
     assert len(checked) > 60
@@ -100,7 +101,7 @@ def table(**changes):
     """Bits of one layer's products where every norm is 8, unless it says otherwise."""
     plan = make_plan(Case(**CASE))
     norms = dict.fromkeys(_names(plan), 8.0) | changes
-    return {p.name: p.bits for p in products(plan.config, GRIDS["A"], norms, 17)}, plan.config
+    return {p.name: p.bits for p in products(plan.config, GRIDS["A"], norms, defaultdict(lambda: 17))}, plan.config
 
 
 def _names(plan):
@@ -209,8 +210,8 @@ def adapted_reference(world, plan, reader):
 
     for name in adapted_modules(plan.config):
         engine.get_submodule(name).register_forward_pre_hook(functools.partial(watch, name))
-    engine.start(plan.requests(0), (1, 0))
-    engine.step([(r, 0, torch.arange(n)) for r, n in enumerate(plan.requests(0))])
+    engine.start(plan.prompts(0), (1, 0))
+    engine.step([(r, 0, torch.arange(n)) for r, n in enumerate(plan.prompts(0))])
     return snapper.plain_norms(), largest
 
 
@@ -223,7 +224,7 @@ def test_no_sum_of_an_adapter_is_larger_than_its_bound(tp, gain, outliers, scale
     monkeypatch.setattr(spcheck.worker.weights, "open_weights", lambda plan: reader)
     ranks = run_loopback(tp, lambda world: adapted_reference(world, plan, reader))
     norms = merge_norms([norms for norms, _ in ranks]) | spcheck.worker.weights.weight_norms(plan, 0, 1)
-    bits = {p.name: p.bits for p in products(plan.config, plan.grid, norms, 21)}
+    bits = {p.name: p.bits for p in products(plan.config, plan.grid, norms, defaultdict(lambda: 21))}
     unit = plan.grid.activation + plan.grid.weight
     for name, size in ((name, size) for _, largest in ranks for name, size in largest.items()):
         needed = math.log2(size) + unit + (0 if name.startswith("adapters.") else plan.grid.weight)
@@ -240,7 +241,9 @@ def test_divided_channels_add_up_in_squares_and_nan_is_not_lost():
 
 def test_what_was_not_measured_has_no_bound():
     plan = make_plan(Case(**CASE))
-    assert all(not p.exact for p in products(plan.config, GRIDS["A"], {}, 17) if "biased" not in p.name)
+    assert all(
+        not p.exact for p in products(plan.config, GRIDS["A"], {}, defaultdict(lambda: 17)) if "biased" not in p.name
+    )
 
 
 @pytest.mark.parametrize(("only", "gain"), [(".experts.", 1e-4), ("_proj", 1e-5)])

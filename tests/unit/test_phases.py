@@ -4,18 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spcheck.phases import GraphPadding, Phase, Step, layer_of, phases_of
+from spcheck.phases import GraphPadding, Phase, layer_of, phases_of
+from spcheck.steps import Part, Step
 
 UNPADDED = GraphPadding(None, (), agreed=False)
 CAPTURED = (1, 2, 4, 8, 16, 24, 32)
 
 
-def step(*tokens):
-    return Step(tuple(tuple(range(len(here))) for here in tokens), tokens)
+def step(*tokens, mtp_steps=0, first=0):
+    """New requests on each data-parallel rank, numbered from ``first`` on."""
+    return Step("", tuple(tuple(Part(first + i, 0, n) for i, n in enumerate(here)) for here in tokens), mtp_steps, 100)
 
 
 def alone(tokens, mtp_steps=0, pad_to=None):
-    (phases,) = phases_of([step(tokens)], mtp_steps, GraphPadding(pad_to, (), agreed=False))
+    (phases,) = phases_of([step(tokens, mtp_steps=mtp_steps)], GraphPadding(pad_to, (), agreed=False))
     return phases
 
 
@@ -48,7 +50,7 @@ def test_a_padded_row_has_no_request():
 
 
 def test_an_idle_rank_has_one_row_and_owns_none():
-    busy, idle = phases_of([step((5, 1), ())], 2, UNPADDED)
+    busy, idle = phases_of([step((5, 1), (), mtp_steps=2)], UNPADDED)
     assert [phase.padded for phase in idle] == [1, 1, 1]
     assert [phase.real for phase in idle] == [0, 0, 0]
     assert [phase.padded for phase in busy] == [6, 6, 2]
@@ -78,8 +80,8 @@ def test_a_fixed_size_is_for_the_targets_rows():
 
 
 def test_two_steps_count_their_forwards_on():
-    first = Step(((1,), (0, 1)), ((9,), (2, 2)))
-    here, there = phases_of([first, step((4,), ())], 2, GraphPadding(None, CAPTURED, agreed=True))
+    first = step((9,), (2, 2), mtp_steps=2, first=1)
+    here, there = phases_of([first, step((4,), (), mtp_steps=2)], GraphPadding(None, CAPTURED, agreed=True))
     assert [(p.kind, p.call, p.draft) for p in here] == [
         ("target", 0, 0),
         ("draft", 0, 0),
@@ -90,6 +92,27 @@ def test_two_steps_count_their_forwards_on():
     ]
     assert [p.requests for p in here] == [(1,)] * 3 + [(0,)] * 3
     assert [p.padded for p in there] == [16, 16, 2, 4, 4, 1]
+
+
+def test_a_step_of_more_rows_than_the_fixed_size_runs_unpadded():
+    assert GraphPadding(20, (), agreed=False).padded((21,)) == [21]
+    assert GraphPadding(20, (), agreed=True).padded((21, 3)) == [21, 21]
+
+
+def test_rows_that_are_sampled():
+    verifying = Step("", ((Part(0, 10, 4, 3), Part(1, 7, 1, 0)),), 2, 100, accepted=((1, 0),))
+    ((target, first, second),) = phases_of([verifying], UNPADDED)
+    assert target.sampled_rows == [(0, 10), (0, 11), (0, 12), (0, 13), (1, 7)]
+    assert (target.samples, target.keys, target.recounted) == ([4, 1], 14, False)
+    assert target.units("request") == [(0, 13), (1, 7)]
+    assert (first.rows, first.recounted, first.drafts) == ([(0, 10), (0, 11), (1, 7)], True, None)
+    assert second.rows == second.sampled_rows == [(0, 12), (1, 8)]
+
+
+def test_of_a_step_whose_accepted_drafts_are_unknown_there_is_the_target_alone():
+    verifying = Step("", ((Part(0, 10, 4, 3),),), 2, 100)
+    ((target,),) = phases_of([verifying], UNPADDED)
+    assert target.drafts == (3,)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 20), st.integers(1, 12))

@@ -8,6 +8,8 @@ from spcheck.case import Case
 from spcheck.errors import UsageError
 from spcheck.plan import make_plan
 
+TWO_LAYERS = (("num_nextn_predict_layers", 2),)
+
 
 def case(**options):
     return Case(**{"requests": ((17,),), "tp": 2, **options})
@@ -33,8 +35,15 @@ def case(**options):
         ({"aux_layers": (-1,)}, "--aux-layers -1 is outside 0..5"),
         ({"mtp_steps": -1}, "--mtp-steps must be 0 or more"),
         ({"overrides": (("num_nextn_predict_layers", 0),)}, "needs an MTP layer"),
-        ({"overrides": (("num_nextn_predict_layers", 2),)}, "2 MTP layers are not supported yet"),
         ({"requests": ((4097,),)}, "4097 positions are more than max_position_embeddings 4096"),
+        ({"requests": ((1,),), "cached": ((4096,),)},
+         "1 new and 4096 cached tokens are more than max_position_embeddings 4096"),
+        ({"requests": ((0,),), "cached": ((40,),)}, "a request of 40 cached tokens needs at least 1 new token, not 0"),
+        ({"requests": ((3,),), "cached": ((-1,),)}, "a request cannot hold -1 cached tokens (--requests 3@-1)"),
+        ({"requests": ((3, 1),), "cached": ((1,),)}, "cached tokens are given for [1] requests"),
+        ({"requests": ((3,),), "previous": ((5000,),)}, "5000 positions are more than max_position_embeddings 4096"),
+        ({"generate": -1}, "--generate must be 0 or more, not -1"),
+        ({"generate": 10**7}, "10000000 is more than spcheck counts to"),
         ({"scheme": "full-sp", "tp": 1}, "--scheme full-sp cannot be: tp is 1"),
         ({"candidate": "optimized:moe-sp", "tp": 1}, "--candidate optimized:moe-sp cannot be: tp is 1"),
         ({"scheme": "full-sp", "pp": 2}, "--scheme full-sp cannot be: a pipeline stage would receive shards (--pp 2)"),
@@ -115,19 +124,85 @@ def test_a_config_that_is_no_file_or_no_json(tmp_path):
         make_plan(case(model=str(tmp_path)))
 
 
+def rows_of(step):
+    return [[part.rows for part in here] for here in step.parts]
+
+
+def held(plan, layer, dp_rank=0):
+    """Request -> the positions that the layer's caches must hold."""
+    positions = {}
+    for request, position in plan.cache_phase(f"model.layers.{layer}.self_attn.cache.latent", dp_rank).rows:
+        positions.setdefault(request, []).append(position)
+    return {r: range(p[0], p[-1] + 1) if p == list(range(p[0], p[-1] + 1)) else p for r, p in positions.items()}
+
+
 def test_what_an_mtp_cache_must_hold():
     plan = make_plan(case(requests=((5, 1),), mtp_steps=3))
     assert plan.cache_phase("model.layers.0.self_attn.cache.latent", 0).counts == (5, 1)
-    assert plan.cache_phase("model.layers.5.self_attn.cache.latent", 0).counts == (7, 3)
+    assert held(plan, 5) == {0: range(7), 1: range(3)}
     assert make_plan(case(mtp_steps=0)).cache_phase("model.layers.5.self_attn.cache.latent", 0).real == 0
+
+
+def test_of_several_mtp_layers_each_holds_the_rows_of_its_own_draft_steps():
+    plan = make_plan(case(requests=((1, 5),), cached=((40, 0),), mtp_steps=4, overrides=TWO_LAYERS))
+    assert held(plan, 0) == {0: range(41), 1: range(5)}
+    assert held(plan, 5) == {0: [*range(41), 42], 1: [*range(5), 6]}
+    assert held(plan, 6) == {0: [41, 43], 1: [5, 7]}
+
+
+def test_a_step_that_verifies_leaves_rejected_drafts_in_the_main_layers_alone():
+    plan = make_plan(case(requests=((5,),), generate=1, mtp_steps=3, overrides=TWO_LAYERS))
+    assert [(phase.kind, phase.counts, phase.drafts) for phase in plan.phases[0]][-1] == ("target", (4,), (3,))
+    plan = plan.going_on(((1,),))
+    assert [(p.counts, p.starts) for p in plan.phases[0][-4:]] == [
+        ((4,), (5,)),
+        ((2,), (5,)),
+        ((1,), (7,)),
+        ((1,), (8,)),
+    ]
+    assert held(plan, 0) == {0: range(9)}
+    assert held(plan, 5) == {0: [*range(7), 8]}
+    assert held(plan, 6) == {0: range(7, 8)}
+    assert plan.forward_name("draft", 4) == "generated step 1's draft step 1"
+
+
+def test_cached_tokens_come_in_a_step_of_their_own_that_is_not_compared():
+    plan = make_plan(case(requests=((1, 5), (2,)), cached=((40, 0), (3,)), mtp_steps=2))
+    prefix, own = plan.steps
+    assert (rows_of(prefix), prefix.probed, prefix.draft_steps) == ([[40], [3]], False, 1)
+    assert [[(p.request, p.start, p.rows) for p in here] for here in own.parts] == [
+        [(0, 40, 1), (1, 0, 5)],
+        [(0, 3, 2)],
+    ]
+    assert plan.own_step == 1
+    assert plan.lengths(0) == [42, 6]
+    assert plan.forward_name("draft", 0) == "cached prefix's draft step 0"
+
+
+def test_a_request_at_the_limit_stops_drafting_and_generating():
+    short = (("max_position_embeddings", 10),)
+    plan = make_plan(case(requests=((9, 2), (5,)), mtp_steps=3, generate=2, overrides=short))
+    own = [p for p in plan.phases[0] if p.step == 0]
+    assert [(p.requests, p.starts) for p in own] == [
+        ((0, 1), (0, 0)),
+        ((0, 1), (0, 0)),
+        ((0, 1), (9, 2)),
+        ((1,), (3,)),
+    ]
+    assert [(p.request, p.start, p.rows, p.drafts) for p in plan.steps[1].parts[0]] == [(0, 9, 1, 0), (1, 2, 4, 3)]
+    plan = plan.going_on(((0, 3), (3,)))
+    assert [[part.request for part in here] for here in plan.steps[2].parts] == [[1], [0]]
+    assert plan.steps[2].parts[1][0].drafts == 0  # it stands at the last position
+    assert plan.lengths(0) == [10, 10]
 
 
 def test_requests_of_the_step_before_come_behind_the_cases_own():
     plan = make_plan(case(requests=((5, 1), ()), previous=((2,), (3, 3)), mtp_steps=2))
-    assert [step.requests for step in plan.steps] == [((2,), (0, 1)), ((0, 1), ())]
-    assert plan.requests(0) == (5, 1, 2)
+    parts = [[[part.request for part in here] for here in step.parts] for step in plan.steps]
+    assert parts == [[[2], [0, 1]], [[0, 1], []]]
+    assert plan.prompts(0) == (5, 1, 2)
     assert plan.lengths(0) == [6, 2, 3]
-    assert plan.requests(1) == (3, 3)
+    assert plan.prompts(1) == (3, 3)
     names = [plan.forward_name(phase.kind, phase.call) for phase in plan.phases[0]]
     assert names == [
         "previous step's target step",
@@ -141,10 +216,10 @@ def test_requests_of_the_step_before_come_behind_the_cases_own():
 
 def test_stale_rows_need_a_step_before_and_get_one_that_fills_the_batch():
     plan = make_plan(case(requests=((17,), ()), graph_sizes=(8, 24), padding_content="stale"))
-    assert plan.steps[0].tokens == ((24,), (24,))
+    assert rows_of(plan.steps[0]) == [[24], [24]]
     short = (("max_position_embeddings", 21),)
     plan = make_plan(case(pad_to=50, padding_content="stale", mtp_steps=2, overrides=short))
-    assert plan.steps[0].tokens == ((20, 20, 10),)
+    assert rows_of(plan.steps[0]) == [[21, 21, 8]]
     assert make_plan(case(padding_content="nan")).steps == (make_plan(case()).steps[0],)
 
 
