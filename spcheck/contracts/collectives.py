@@ -61,7 +61,7 @@ class _Table:
 
     def forward(self) -> Iterator[Expected]:
         if self.agrees:
-            yield Expected("all_reduce", "dp_cpu", (2, self.dp), "int64", "the data-parallel ranks' row counts")
+            yield Expected("all_reduce", "dp_cpu", (3, self.dp), "int64", "the data-parallel ranks' row counts")
         yield from self.draft() if self.phase.kind == "draft" else self.target()
 
     @property
