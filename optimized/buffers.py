@@ -9,19 +9,21 @@ from torch import Tensor
 
 
 class InputBuffers:
-    """Token ids, positions and padding mask of the forward to come, at the same place in memory step after step.
+    """What the forward to come reads, at the same place in memory step after step.
 
-    A forward reads the first n rows. Only rows that are tokens are written: padding keeps what an earlier step left.
+    Token ids, positions, padding mask, and the hidden states that an MTP layer takes [rows, hidden_size]. A forward
+    reads the first n rows. Only rows that are tokens are written: padding keeps what an earlier forward left.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.ids = torch.zeros(0, dtype=torch.int64, device=device)
         self.positions = torch.zeros(0, dtype=torch.int64, device=device)
         self.is_padding = torch.zeros(0, dtype=torch.bool, device=device)
+        self.hidden = torch.zeros(0, hidden_size, dtype=dtype, device=device)
 
     def clear(self) -> None:
         """Forgets what earlier steps left, at the same place in memory."""
-        for held in (self.ids, self.positions, self.is_padding):
+        for held in self._all():
             held.zero_()
 
     def place(self, positions: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -39,11 +41,20 @@ class InputBuffers:
         self.ids[: ids.shape[0]] = ids
         return self.ids[:n]
 
+    def place_hidden(self, hidden: Tensor, n: int) -> Tensor:
+        """Hidden states of the tokens [r, D], r <= n -> view [n, D]."""
+        self._reserve(n)
+        self.hidden[: hidden.shape[0]] = hidden
+        return self.hidden[:n]
+
+    def _all(self) -> tuple[Tensor, ...]:
+        return self.ids, self.positions, self.is_padding, self.hidden
+
     def _reserve(self, n: int) -> None:
         more = n - self.ids.shape[0]
         if more > 0:
-            self.ids, self.positions, self.is_padding = (
-                torch.cat([held, held.new_zeros(more)]) for held in (self.ids, self.positions, self.is_padding)
+            self.ids, self.positions, self.is_padding, self.hidden = (
+                torch.cat([held, held.new_zeros(more, *held.shape[1:])]) for held in self._all()
             )
 
 
@@ -63,15 +74,9 @@ class GraphPadding:
             raise ValueError("a batch is padded to pad_to or to one of graph_sizes, not both")
 
     def of_target(self, rows: int) -> int | None:
-        """The rows of the graph that runs a target step; None where none does.
-
-        Raises:
-            ValueError: ``rows`` are more than ``pad_to``.
-        """
-        if self.pad_to is not None and rows > self.pad_to:
-            raise ValueError(f"{rows} rows cannot be padded to {self.pad_to}")
-        return self.of_draft(rows) if self.pad_to is None else self.pad_to
+        """The rows of the graph that runs a target step; None where none does, since there are more than it holds."""
+        return self.of_draft(rows) if self.pad_to is None or rows > self.pad_to else self.pad_to
 
     def of_draft(self, rows: int) -> int | None:
-        """The same for draft steps behind the first, which has the target's rows."""
+        """The same for draft steps behind the first, which has rows of the target step."""
         return min((size for size in self.graph_sizes if size >= rows), default=None)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +19,26 @@ from optimized.communicator import Communicator
 from optimized.parallel_config import ParallelConfig
 
 
-def coordinate_batch_across_dp(num_tokens: int, dp_cpu: Communicator, *, graph_padded: bool) -> Tensor:
-    """Tells the DP ranks how many rows this one is about to run, and whether a captured graph sets their number.
+class DPAgreement(NamedTuple):
+    """What the DP ranks told each other before a forward."""
 
-    Returns:
-        The rows that every DP rank must run, int64 [dp] on the CPU: all run the most where one runs a graph.
+    num_tokens_across_dp: Tensor  # [dp] int64 on the CPU: rows that every DP rank must run
+    verifies_drafts: bool  # on one of them at least
+
+
+def coordinate_batch_across_dp(
+    num_tokens: int, dp_cpu: Communicator, *, graph_padded: bool, verifies_drafts: bool = False
+) -> DPAgreement:
+    """Tells the DP ranks what this one is about to run: how many rows, and two flags.
+
+    Where a captured graph sets the rows of one rank, all run the most. Where one verifies drafts, the rows of draft
+    step 0 are known only behind this forward, and all will have to agree anew: an idle rank could not know.
     """
-    own = torch.zeros(2, dp_cpu.size, dtype=torch.int64)
-    own[:, dp_cpu.rank] = torch.tensor([num_tokens, graph_padded])
-    rows, padded = dp_cpu.all_reduce(own)
-    return torch.full_like(rows, int(rows.max())) if padded.any() else rows
+    own = torch.zeros(3, dp_cpu.size, dtype=torch.int64)
+    own[:, dp_cpu.rank] = torch.tensor([num_tokens, graph_padded, verifies_drafts])
+    rows, padded, verifies = dp_cpu.all_reduce(own)
+    agreed = torch.full_like(rows, int(rows.max())) if padded.any() else rows
+    return DPAgreement(agreed, bool(verifies.any()))
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ class DPMetadata:
             num_tokens_across_dp = torch.tensor([num_tokens])
         elif num_tokens_across_dp is None:
             assert dp_cpu is not None, "with data parallelism there is a group for CPU tensors"
-            num_tokens_across_dp = coordinate_batch_across_dp(num_tokens, dp_cpu, graph_padded=False)
+            num_tokens_across_dp, _ = coordinate_batch_across_dp(num_tokens, dp_cpu, graph_padded=False)
         made = cls(num_tokens_across_dp, parallel.data_parallel_rank)
         made.check(num_tokens)
         return made
@@ -90,12 +101,14 @@ class ForwardContext:
     """One forward's settings. ``is_padding`` [rows] is True on rows that are no token; None: there are none.
 
     In a region that runs on shards ``is_padding`` is the shard's, see :func:`narrowed_padding_mask`.
-    ``adapter_rows`` are of the full batch; None: no row has an adapter.
+    ``adapter_rows`` are of the full batch; None: no row has an adapter. ``verifies_drafts``: some DP rank does, in this
+    forward, so draft step 0 cannot run in the same context.
     """
 
     is_padding: Tensor | None = None
     dp_metadata: DPMetadata | None = None
     adapter_rows: AdapterRows | None = None
+    verifies_drafts: bool = False
 
 
 _context: ContextVar[ForwardContext] = ContextVar("optimized_forward_context")
@@ -122,6 +135,8 @@ def set_forward_context(
     is_padding: Tensor | None = None,
     dp_metadata: DPMetadata | None = None,
     adapter_rows: AdapterRows | None = None,
+    *,
+    verifies_drafts: bool = False,
 ) -> Iterator[ForwardContext]:
     """A new context for forwards of ``num_tokens`` rows, active for the block.
 
@@ -134,7 +149,8 @@ def set_forward_context(
         raise ValueError(f"the padding mask has shape {tuple(is_padding.shape)} for {num_tokens} rows")
     if adapter_rows is not None and adapter_rows.ids.shape != (num_tokens,):
         raise ValueError(f"adapters are given for {adapter_rows.ids.shape[0]} of {num_tokens} rows")
-    with override_forward_context(ForwardContext(is_padding, dp_metadata, adapter_rows)) as context:
+    made = ForwardContext(is_padding, dp_metadata, adapter_rows, verifies_drafts)
+    with override_forward_context(made) as context:
         yield context
 
 

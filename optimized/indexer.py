@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimized.batch import AttentionMetadata, Span
+from optimized.batch import AttentionMetadata
 from optimized.chunks import row_chunks
 from optimized.linear import Linear
 from optimized.loader import Loader
@@ -20,7 +20,8 @@ KEY_NORM_EPS = 1e-6
 class Indexer(nn.Module):
     """(hidden [n,D], query latent [n,rq], positions [n]) -> chosen key positions [n, min(k,T)], -1 for none.
 
-    Hi heads of di components; the keys of a request lie in a row in ``keys`` [slots, di].
+    Hi heads of di components; the keys of a request lie in a row in ``keys`` [slots, di]. Where no row has more keys
+    than may be chosen, keys are made and kept for later forwards, and nothing is scored.
     """
 
     def __init__(self, config: ModelConfig, loader: Loader, rotary: RotaryTable) -> None:
@@ -35,6 +36,7 @@ class Indexer(nn.Module):
         self.weights_proj = Linear(loader.full("weights_proj.weight"))
         self.q_rope, self.k_rope = HalfSplitRotary(rotary), HalfSplitRotary(rotary)
         self.head_weights = HeadWeights(self.heads, self.width)
+        self.score = ScoreKeys()
         self.choose = ChooseKeys(config.index_topk)
         self.keys = torch.empty(0)
 
@@ -44,26 +46,38 @@ class Indexer(nn.Module):
 
     def forward(self, hidden: Tensor, q_latent: Tensor, positions: Tensor, attn: AttentionMetadata) -> Tensor:
         """-> ids [n, min(k,T)]."""
-        query = self.q_rope(self.wq_b(q_latent).view(-1, self.heads, self.width), positions)
         key = self.k_rope(self.k_norm(self.wk(hidden)), positions)
         self.keys.index_copy_(0, attn.slot_mapping, key[: attn.num_actual_tokens])
-        weights = self.head_weights(self.weights_proj(hidden))
-        ids: Tensor = self.choose(self.scores(query, weights, attn))
+        scores = None
+        if attn.max_seq_len > self.choose.count:
+            scores = self._scores(hidden, q_latent, positions, attn)
+        ids: Tensor = self.choose(attn.causal_choice, scores)
         return ids
 
-    def scores(self, query: Tensor, weights: Tensor, attn: AttentionMetadata) -> Tensor:
-        """[n,Hi,di], [n,Hi] -> [n,T]: sum over heads of weight * max(0, query . key), -inf where not visible."""
+    def _scores(self, hidden: Tensor, q_latent: Tensor, positions: Tensor, attn: AttentionMetadata) -> Tensor:
+        """-> [n,T]."""
+        query = self.q_rope(self.wq_b(q_latent).view(-1, self.heads, self.width), positions)
+        weights = self.head_weights(self.weights_proj(hidden))
+        scores: Tensor = self.score(query, weights, self.keys, attn)
+        return scores
+
+
+class ScoreKeys(nn.Module):
+    """(query [n,Hi,di], head weights [n,Hi], keys [slots,di]) -> scores [n,T].
+
+    The sum over heads of weight * max(0, query . key), -inf where a key is not visible.
+    """
+
+    def forward(self, query: Tensor, weights: Tensor, keys: Tensor, attn: AttentionMetadata) -> Tensor:
+        """-> [n,T]."""
         kind = statistics_dtype(query.dtype)
         out = torch.zeros(attn.visible.shape, dtype=kind, device=query.device)
         query, weights = query.to(kind), weights.to(kind)
         for span in attn.spans:
-            keys = self.keys[span.base : span.base + span.end].to(kind).t()
-            for rows in self._row_chunks(span):
-                out[rows, : span.end] = _weighted_relu(query[rows], keys, weights[rows])
+            own = keys[span.base : span.base + span.end].to(kind).t()
+            for rows in row_chunks(span.rows, query.shape[1] * span.end):
+                out[rows, : span.end] = _weighted_relu(query[rows], own, weights[rows])
         return torch.where(attn.visible, out, -torch.inf)
-
-    def _row_chunks(self, span: Span) -> list[slice]:
-        return row_chunks(span.rows, self.heads * span.end)
 
 
 def _weighted_relu(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -101,13 +115,18 @@ class HeadWeights(nn.Module):
 
 
 class ChooseKeys(nn.Module):
-    """Scores [n, T] -> the positions of the k largest, lowest first among equals; -1 where fewer are allowed."""
+    """(Visible key positions [n, T], -1 elsewhere, their scores [n, T]) -> those of the k best, -1 where fewer are.
+
+    The lowest position wins a tie. Without scores all are chosen.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.count = count
 
-    def forward(self, scores: Tensor) -> Tensor:
-        """[n, T] -> [n, min(k,T)]."""
-        values, ids = scores.sort(dim=-1, descending=True, stable=True)
-        return ids[:, : self.count].masked_fill(values[:, : self.count] == -torch.inf, -1)
+    def forward(self, visible: Tensor, scores: Tensor | None) -> Tensor:
+        """[n, T] twice -> [n, min(k,T)]; [n, T] alone stays as it is."""
+        if scores is None:
+            return visible
+        _, best = scores.sort(dim=-1, descending=True, stable=True)
+        return visible.gather(-1, best[:, : self.count])

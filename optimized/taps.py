@@ -97,7 +97,9 @@ def _attention(config: ModelConfig, attention: str) -> dict[str, Tap]:
     out[f"{attention}.o_proj.in"] = _value(f"{attention}.o_proj", "Shard(1)", side="in")
     if config.has_indexer:
         out[f"{attention}.indexer.k_norm.in"] = _value(f"{attention}.indexer.k_norm", "Replicate", side="in")
-        out |= _choice(f"{attention}.indexer.choose", "Replicate")
+        choose = f"{attention}.indexer.choose"
+        out[f"{choose}.in"] = (f"{attention}.indexer.score", "out", 0, "Replicate", "scores")
+        out[f"{choose}.out"] = (choose, "out", 0, "Replicate", "set")
     return out
 
 

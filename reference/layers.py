@@ -80,3 +80,12 @@ class GreedySampler(nn.Module):
     def forward(self, logits_RV: Tensor) -> Tensor:
         """[R, V] -> [R]."""
         return logits_RV.sort(dim=-1, descending=True, stable=True).indices[:, 0]
+
+
+class RejectionSampler(nn.Module):
+    """Greedy verification: a draft is accepted if it and all drafts before it are what the target samples there."""
+
+    def forward(self, drafted_K: Tensor, sampled_R: Tensor) -> Tensor:
+        """K drafts and the R = K + 1 tokens sampled before each and behind the last -> how many are accepted [1]."""
+        right_K = drafted_K == sampled_R[:-1]
+        return right_K.long().cumprod(dim=0).sum(dim=0, keepdim=True)

@@ -43,6 +43,7 @@ def _ends(aux_layers: Sequence[int]) -> Iterator[tuple[str, Tap]]:
     yield "lm_head.out", _out("lm_head")
     yield "sampler.in", _in("sampler", kind="logits")
     yield "sampler.out", _out("sampler", kind="token")
+    yield "rejection_sampler.out", _out("rejection_sampler", kind="accepted")
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Tap]]:

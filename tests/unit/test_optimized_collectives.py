@@ -92,7 +92,7 @@ def test_data_parallel_ranks_agree_once_a_step_and_dispatch_in_their_group(schem
 
     for rank, calls in enumerate(on_ranks(4, main)):
         n = rows[rank // 2]
-        assert [call for call in calls if call[0] == "dp_cpu"] == [("dp_cpu", "all_reduce", (2, 2))] * 2
+        assert [call for call in calls if call[0] == "dp_cpu"] == [("dp_cpu", "all_reduce", (3, 2))] * 2
         assert calls[0][0] == "dp_cpu"
         whole = exchange("dp", n, 4) if scheme == "tp" else exchange("ep", -(-n // 2), 6)
         single = exchange("dp", 1, 2) if scheme == "tp" else exchange("ep", 1, 4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_optimized_helpers import F64, Seen, build, close, groups, on_ranks, tiny, token_ids, weights
 
+from optimized.batch import NewRows
 from optimized.dataflows import DATAFLOWS
 from optimized.dataflows.full_sp import sp_region
 from optimized.forward_context import DPMetadata, set_forward_context
@@ -29,7 +30,7 @@ def setup_of(world, config, **options):
 
 def one_request(engine, n=N):
     engine.start([n])
-    return engine.slots.batch([(0, 0, n)], engine.slots.empty(), n, engine.inputs)
+    return engine.slots.batch([NewRows(0, 0, n)], engine.slots.held[0], n, engine.inputs)
 
 
 def hidden_rows(config, n=N, seed=1):

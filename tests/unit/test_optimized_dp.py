@@ -5,6 +5,8 @@ import torch
 from test_optimized_agreement import check_rank, run
 from test_optimized_helpers import ALTERNATING, F64, Seen, build, close, on_ranks, tiny, token_ids
 
+from optimized.batch import NewRows
+
 NAN = float("nan")
 BACKENDS = ["allgather_reducescatter", "naive", "all_to_all"]
 ROWS = {1: ((3, 2),), 2: ((5, 1), (2,)), 3: ((1,), (), (4, 3))}
@@ -109,7 +111,7 @@ def test_without_a_context_the_ranks_tell_each_other_their_rows(scheme):
     def run_layer(world, n, **options):
         engine = build(world, config, **options)
         engine.start([n])
-        batch = engine.slots.batch([(0, 0, n)], engine.slots.empty(), n, engine.inputs)
+        batch = engine.slots.batch([NewRows(0, 0, n)], engine.slots.held[0], n, engine.inputs)
         hidden = torch.randn(n, config.hidden_size, dtype=F64, generator=torch.Generator().manual_seed(n))
         return engine.model.layers[5](token_ids(config, n, n), hidden, batch.positions, batch.attention)
 

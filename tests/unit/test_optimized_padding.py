@@ -13,7 +13,7 @@ GRAPHS = (1, 2, 4, 8, 16, 32)
 
 
 def test_buffers_stay_and_keep_what_no_token_overwrites():
-    inputs = InputBuffers(torch.device("cpu"))
+    inputs = InputBuffers(2, torch.float64, torch.device("cpu"))
     positions, mask = inputs.place(torch.arange(1, 6), 8)
     ids = inputs.place_ids(torch.arange(11, 16), 8)
     later, later_mask = inputs.place(torch.tensor([7, 8]), 4)
@@ -26,16 +26,18 @@ def test_buffers_stay_and_keep_what_no_token_overwrites():
 
 
 def test_buffers_grow_and_keep_their_values():
-    inputs = InputBuffers(torch.device("cpu"))
+    inputs = InputBuffers(2, torch.float64, torch.device("cpu"))
     inputs.place_ids(torch.tensor([5, 6]), 2)
+    inputs.place_hidden(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 2)
     assert inputs.place_ids(torch.tensor([7]), 4).tolist() == [7, 6, 0, 0]
+    assert inputs.place_hidden(torch.tensor([[5.0, 6.0]]), 3).tolist() == [[5, 6], [3, 4], [0, 0]]
 
 
 def test_which_graph_runs():
     by_size, by_number, none = GraphPadding(None, (8, 2, 4)), GraphPadding(6), GraphPadding()
     assert [by_size.of_target(n) for n in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, None]
     assert [by_size.of_draft(n) for n in (1, 5, 9)] == [2, 8, None]
-    assert [by_number.of_target(n) for n in (1, 6)] == [6, 6]
+    assert [by_number.of_target(n) for n in (1, 6, 7)] == [6, 6, None]
     assert by_number.of_draft(3) is None
     assert none.of_target(3) is None
 

@@ -85,28 +85,34 @@ def test_metadata_exists_where_rows_are_dispatched(has_moe, sp, there):
         assert made.num_tokens_across_dp.tolist() == [5]
 
 
-def coordinate(counts, padded):
-    """What every DP rank is told, and how many collectives it took."""
+def coordinate(counts, padded, verifying=()):
+    """What every DP rank is told, in one collective; ``verifying`` are the ranks that verify drafts."""
 
     def main(world):
         calls, group = [], world.group("dp_cpu", range(world.size))
         reduce = group.all_reduce
         group.all_reduce = lambda x: (calls.append((x.dtype, tuple(x.shape), x.device.type)), reduce(x))[1]
         graph_padded = padded[world.rank]
-        agreed = coordinate_batch_across_dp(counts[world.rank], group, graph_padded=graph_padded)
-        assert calls == [(torch.int64, (2, world.size), "cpu")]
-        return agreed.tolist()
+        flags = {"graph_padded": graph_padded, "verifies_drafts": world.rank in verifying}
+        agreed = coordinate_batch_across_dp(counts[world.rank], group, **flags)
+        assert calls == [(torch.int64, (3, world.size), "cpu")]
+        return agreed.num_tokens_across_dp.tolist(), agreed.verifies_drafts
 
     return on_ranks(len(counts), main)
 
 
 def test_dp_ranks_tell_each_other_their_rows():
-    assert coordinate([3, 1, 8], [False] * 3) == [[3, 1, 8]] * 3
+    assert coordinate([3, 1, 8], [False] * 3) == [([3, 1, 8], False)] * 3
 
 
 @pytest.mark.parametrize("who", range(3))
 def test_one_graph_pads_all_to_the_most(who):
-    assert coordinate([3, 1, 8], [rank == who for rank in range(3)]) == [[8, 8, 8]] * 3
+    assert coordinate([3, 1, 8], [rank == who for rank in range(3)]) == [([8, 8, 8], False)] * 3
+
+
+@pytest.mark.parametrize("who", range(3))
+def test_one_that_verifies_is_known_to_all(who):
+    assert coordinate([3, 1, 8], [False] * 3, {who}) == [([3, 1, 8], True)] * 3
 
 
 @pytest.mark.parametrize("sp", [True, False])

@@ -9,8 +9,8 @@ from test_optimized_agreement import run as run_case
 from test_optimized_helpers import F64, build, close, on_ranks, tiny, token_ids, weights
 
 import optimized.chunks
-from optimized.batch import SlotTable
-from optimized.buffers import GraphPadding, InputBuffers
+from optimized.batch import NewRows, SlotTable
+from optimized.buffers import InputBuffers
 from optimized.experts import Permute
 from optimized.indexer import ChooseKeys
 from optimized.linear import GreedySampler
@@ -86,8 +86,10 @@ def test_both_rotations_turn_their_pairs():
 
 def test_the_lowest_key_wins_a_tie_and_masked_keys_are_never_chosen():
     scores = torch.tensor([[1.0, 2.0, 2.0, 1.0], [0.0, -INF, -INF, -INF], [-INF] * 4])
-    assert ChooseKeys(3)(scores).tolist() == [[1, 2, 0], [0, -1, -1], [-1, -1, -1]]
-    assert ChooseKeys(9)(scores).shape == (3, 4)
+    visible = torch.tensor([[0, 1, 2, 3], [0, -1, -1, -1], [-1] * 4])
+    assert ChooseKeys(3)(visible, scores).tolist() == [[1, 2, 0], [0, -1, -1], [-1, -1, -1]]
+    assert ChooseKeys(9)(visible, scores).shape == (3, 4)
+    assert torch.equal(ChooseKeys(9)(visible, None), visible)
 
 
 def test_groups_are_ranked_by_their_two_best_and_dropped_ones_cannot_return():
@@ -119,27 +121,27 @@ def test_the_lowest_token_wins_a_tie():
 
 def test_packed_rows():
     slots = SlotTable([4, 3], CPU)
-    held = slots.empty()
+    held = slots.held[0]
     held[:2] = True  # request 0 has positions 0 and 1
-    inputs = InputBuffers(CPU)
+    inputs = InputBuffers(1, F64, CPU)
     inputs.place(torch.arange(10, 15), 5)
-    batch = slots.batch([(1, 0, 2), (0, 2, 1)], held, 5, inputs)
+    batch = slots.batch([NewRows(1, 0, 2, sampled=2), NewRows(0, 2, 1)], held, 5, inputs)
     assert batch.positions.tolist() == [0, 1, 2, 13, 14]
-    assert batch.last_rows.tolist() == [1, 2]
+    assert batch.logits_indices.tolist() == [0, 1, 2]
     assert batch.is_padding.tolist() == [False] * 3 + [True] * 2
     attention = batch.attention
     assert attention.slot_mapping.tolist() == [4, 5, 2]
     assert attention.visible.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
     assert attention.causal_choice.tolist() == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [-1] * 3, [-1] * 3]
     assert held.tolist() == [True, True, True, False, True, True, False]
+    slots.forget(0, 1)
+    assert slots.held.tolist() == [[True, False, False, False, True, True, False], [False] * 7]
 
 
 def test_rows_that_do_not_fit_are_refused():
     slots = SlotTable([4, 3], CPU)
     with pytest.raises(ValueError, match="request 1 needs 4 positions"):
-        slots.batch([(1, 2, 2)], slots.empty(), 2, InputBuffers(CPU))
-    with pytest.raises(ValueError, match="3 rows cannot be padded to 2"):
-        GraphPadding(2).of_target(3)
+        slots.batch([NewRows(1, 2, 2)], slots.held[0], 2, InputBuffers(1, F64, CPU))
 
 
 def test_row_chunks_bound_memory_and_change_nothing(monkeypatch):

@@ -8,7 +8,7 @@ from test_optimized_helpers import ALTERNATING, PRESET, Seen, build, close, on_r
 
 from optimized import subject
 
-N, TP = 5, 2
+N, TP = 9, 2  # more keys than are chosen, so that they are scored
 
 
 def pieces(world, config, scheme, *, expert_parallel=True):
