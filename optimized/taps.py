@@ -44,6 +44,7 @@ def taps(config: ModelConfig, *, scheme: str, aux_layers: tuple[int, ...], exper
         **{f"model.aux.{i}": _value("model", "Replicate", 1 + j) for j, i in enumerate(sorted(set(aux_layers)))},
         "lm_head.out": _value("lm_head", "Replicate"),
         **_sampler("sampler"),
+        "rejection_sampler.out": ("rejection_sampler", "out", 0, "Replicate", "accepted"),
     }
     for index in range(config.mtp_layers.stop):
         out |= _layer(config, index, placements(config, scheme, index, expert_parallel=expert_parallel))
