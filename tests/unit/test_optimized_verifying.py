@@ -10,7 +10,7 @@ from optimized.forward_context import get_forward_context
 from optimized.rejection_sampler import RejectionSampler
 
 SCHEMES = ["tp", "moe-sp", "full-sp"]
-PADDINGS = [{}, {"pad_to": 16}, {"graph_sizes": (1, 2, 4, 8, 16, 32)}]
+GRAPHS = {"graph_sizes": (1, 2, 4, 8, 16, 32)}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,8 @@ def prompt_and_drafts(config, length, drafts, accepted, seed):
     return ids[:length], drafted(ids[length:], 1 + accepted)
 
 
-CASES = {"none": [(9, 3, 0)], "all": [(9, 3, 3)], "mixed": [(9, 3, 1), (4, 0, 0), (12, 2, 2), (7, 4, 0)]}
+MIXED = [(9, 3, 1), (4, 0, 0), (12, 2, 2), (7, 4, 0)]
+"""(prompt, drafts, those that hold) of each request."""
 
 
 def verification(config, cases, *, alone):
@@ -66,9 +67,12 @@ def verification(config, cases, *, alone):
     return play
 
 
-@pytest.mark.parametrize("padding", PADDINGS, ids=["", "pad_to", "graph_sizes"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("cases", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    ("cases", "padding"),
+    [([(9, 3, 0)], {}), ([(9, 3, 3)], {"pad_to": 16}), (MIXED, {}), (MIXED, {"pad_to": 16}), (MIXED, GRAPHS)],
+    ids=["none", "all-pad_to", "mixed", "mixed-pad_to", "mixed-graphs"],
+)
 def test_verification(cases, scheme, padding):
     """Rejected drafts are held until the request's next step, and seen by nothing behind it."""
     config = tiny()
@@ -113,7 +117,7 @@ def test_caches_behind_rejected_drafts_are_those_of_a_prompt(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("padding", [{}, {"graph_sizes": (1, 2, 4, 8, 16)}], ids=["", "graph_sizes"])
+@pytest.mark.parametrize("padding", [{}, GRAPHS], ids=["", "graph_sizes"])
 def test_one_dp_rank_verifies_and_the_others_know_it(scheme, padding):
     """Rank 0 verifies, 1 decodes, 2 is idle; only a step in which nobody verifies hands its context on."""
     config = tiny()
