@@ -6,11 +6,14 @@ case are a function of that history, and grow with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from spcheck.case import Case, Requests
+
+PREFILL_ROWS = 512
+"""Cached tokens of a request that one step prefills: memory then grows with the context, not with its square."""
 
 Accepted = tuple[tuple[int, ...], ...]
 """Per data-parallel rank, the drafts accepted of each request of a step."""
@@ -87,7 +90,7 @@ def steps_of(
     Own requests have the first numbers, those of the ``previous`` step the next ones. ``limit`` is the model's number
     of positions, ``accepted`` the history of the generating steps.
     """
-    steps = [step for step in (_prefixes(case, limit), _previous(case, limit, previous)) if step is not None]
+    steps = [*_prefixes(case, limit), *_previous(case, limit, previous)]
     own = tuple(
         tuple(Part(i, held, n) for i, (n, held) in enumerate(zip(new, cached, strict=True)))
         for new, cached in zip(case.requests, case.cached_tokens, strict=True)
@@ -104,22 +107,24 @@ def steps_of(
     return tuple(steps), own_place
 
 
-def _prefixes(case: Case, limit: int) -> Step | None:
-    """The cached tokens of all requests, in one step that is not compared; its drafts fill the MTP caches."""
-    parts = tuple(
-        tuple(Part(i, 0, n, goes_on=True) for i, n in enumerate(cached) if n) for cached in case.cached_tokens
-    )
-    return Step("cached prefix", parts, min(case.mtp_steps, 1), limit, probed=False) if any(parts) else None
+def _prefixes(case: Case, limit: int) -> Iterator[Step]:
+    """The cached tokens of all requests, in steps that are not compared; their drafts fill the MTP caches."""
+    for start in range(0, max(n for cached in case.cached_tokens for n in cached), PREFILL_ROWS):
+        parts = tuple(
+            tuple(Part(i, start, min(n - start, PREFILL_ROWS), goes_on=True) for i, n in enumerate(cached) if n > start)
+            for cached in case.cached_tokens
+        )
+        yield Step("cached prefix", parts, min(case.mtp_steps, 1), limit, probed=False)
 
 
-def _previous(case: Case, limit: int, previous: Requests | None) -> Step | None:
+def _previous(case: Case, limit: int, previous: Requests | None) -> Iterator[Step]:
     if previous is None:
-        return None
+        return
     parts = tuple(
         tuple(Part(len(own) + i, 0, n) for i, n in enumerate(here))
         for own, here in zip(case.requests, previous, strict=True)
     )
-    return Step("previous step", parts, case.mtp_steps, limit)
+    yield Step("previous step", parts, case.mtp_steps, limit)
 
 
 def _next_parts(step: Step, dp_rank: int) -> list[Part]:

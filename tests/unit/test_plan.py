@@ -179,6 +179,18 @@ def test_cached_tokens_come_in_a_step_of_their_own_that_is_not_compared():
     assert plan.forward_name("draft", 0) == "cached prefix's draft step 0"
 
 
+def test_a_long_prefix_is_cut_into_several_steps():
+    plan = make_plan(case(requests=((1, 2),), cached=((1200, 513),)))
+    prefixes = plan.steps[:-1]
+    assert [[(p.request, p.start, p.rows) for p in step.parts[0]] for step in prefixes] == [
+        [(0, 0, 512), (1, 0, 512)],
+        [(0, 512, 512), (1, 512, 1)],
+        [(0, 1024, 176)],
+    ]
+    assert all(part.goes_on for step in prefixes for part in step.parts[0])
+    assert plan.own_step == 3
+
+
 def test_a_request_at_the_limit_stops_drafting_and_generating():
     short = (("max_position_embeddings", 10),)
     plan = make_plan(case(requests=((9, 2), (5,)), mtp_steps=3, generate=2, overrides=short))
