@@ -37,6 +37,7 @@ LAYERS = [
         "spcheck.failure",
         "spcheck.generation",
     },
+    {"spcheck.findings"},
     {"spcheck.verdict", "spcheck.launch"},
     {"spcheck.doctor"},
     {"spcheck.report"},
