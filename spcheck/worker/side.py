@@ -127,9 +127,10 @@ class Side:
         # A collective behind the last forward belongs to none; it shows as surplus of the last one.
         last = next(reversed(self.log["collectives"]))
         self.log["collectives"][last] += [_plain(record) for record in self._records]
+        requests = range(len(self._plan.prompts(self._place.dp_rank)))
         for name, state in caches.items():
-            held = [state[r] for r in range(len(self._plan.prompts(self._place.dp_rank))) if r in state]
-            self.log["cached"][name] = [len(rows) for rows in held]
+            held = [state[r] for r in requests if r in state]
+            self.log["cached"][name] = [len(state.get(r, ())) for r in requests]
             phase = self._plan.cache_phase(name, self._place.dp_rank)
             if held and phase.real and phase in phases:
                 pieces[phases.index(phase)].append(Piece(name, torch.cat(held)))
