@@ -3,11 +3,11 @@
 from itertools import combinations, product
 
 import pytest
+from tests.matrix.axes import AXES, DEEP, RULES, case_of, is_valid, requests_of
 
 from spcheck.case import Case
 from spcheck.worker.built import EnginePool
 from tests.conftest import compare_case
-from tests.matrix.axes import AXES, DEEP, RULES, case_of, is_valid, requests_of
 from tests.matrix.corners import CORNERS
 from tests.matrix.make_covering import FILE, covering, read, text
 
