@@ -48,16 +48,16 @@ class HfOracle:
     def __init__(self, raw: dict, reader: TensorReader) -> None:
         self.mode = Float64Mode()
         self.layers = raw["num_hidden_layers"]
+        self.config = hf_config(raw)
         with self.mode:
-            self.main = transformers.AutoModelForCausalLM.from_config(hf_config(raw), attn_implementation="eager")
+            self.main = transformers.AutoModelForCausalLM.from_config(self.config, attn_implementation="eager")
             self.main.set_experts_implementation("eager")
             self.main.double().eval()
             fill(self.main, "", reader)
             self.mtp = None
             if raw.get("num_nextn_predict_layers"):
-                deeper = transformers.AutoModelForCausalLM.from_config(
-                    hf_config(raw | {"num_hidden_layers": self.layers + 1}), attn_implementation="eager"
-                )
+                self.config = hf_config(raw | {"num_hidden_layers": self.layers + 1})
+                deeper = transformers.AutoModelForCausalLM.from_config(self.config, attn_implementation="eager")
                 deeper.set_experts_implementation("eager")
                 self.mtp = MtpParts(deeper, raw).double().eval()
                 fill(self.mtp, f"model.layers.{self.layers}.", reader)
@@ -67,25 +67,44 @@ class HfOracle:
         with torch.no_grad(), self.mode:
             yield
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, S, V]; and the residual stream before each layer, and at the end h after the final norm."""
+    def new_cache(self) -> transformers.DynamicCache:
+        """transformers' own, empty, for all layers; the MTP layer's place is behind the main ones."""
+        return transformers.DynamicCache(config=self.config)
+
+    def forward(self, ids: Tensor, cache: transformers.DynamicCache | None = None) -> tuple[Tensor, list[Tensor]]:
+        """Logits [B, S, V]; and the residual stream before each layer, and at the end h after the final norm.
+
+        With a cache, of the tokens behind those it holds.
+        """
         with self.running():
-            out = self.main(input_ids=ids, use_cache=False, output_hidden_states=True)
+            out = self.main(input_ids=ids, cache=cache, use_cache=cache is not None, output_hidden_states=True)
         return out.logits, list(out.hidden_states)
 
-    def forward_mtp(self, hidden: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        """Row i: hidden state i and the token after it, [B, T, D] and [B, T]."""
-        T = ids.shape[1]
+    def generate(self, ids: Tensor, new: int) -> tuple[Tensor, Tensor]:
+        """transformers' own greedy generation: `new` tokens [B, new], and the logits [B, new, V] they came from."""
+        greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=None, max_new_tokens=new)
         with self.running():
-            positions = torch.arange(T)[None]
+            self.main.generation_config = greedy
+            out = self.main.generate(ids, output_logits=True, return_dict_in_generate=True)
+        return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
+
+    def forward_mtp(
+        self, hidden: Tensor, ids: Tensor, cache: transformers.DynamicCache | None = None
+    ) -> dict[str, Tensor]:
+        """Row i: hidden state i and the token after it, [B, T, D] and [B, T]. With a cache, behind what it holds."""
+        T = ids.shape[1]
+        held = 0 if cache is None else cache.get_seq_length(self.layers)
+        with self.running():
+            positions = torch.arange(held, held + T)[None]
             embedded = self.main.model.embed_tokens(ids)
             z = self.mtp.eh_proj(torch.cat((self.mtp.enorm(embedded), self.mtp.hnorm(hidden)), dim=-1))
-            future = torch.ones(T, T, dtype=torch.bool).triu(1)
-            mask = torch.zeros(T, T, dtype=z.dtype).masked_fill(future, torch.finfo(z.dtype).min)
+            future = torch.ones(T, held + T, dtype=torch.bool).triu(1 + held)
+            mask = torch.zeros(T, held + T, dtype=z.dtype).masked_fill(future, torch.finfo(z.dtype).min)
             y = self.mtp.block(
                 z,
-                attention_mask=mask.expand(len(ids), 1, T, T),
+                attention_mask=mask.expand(len(ids), 1, T, held + T),
                 position_ids=positions,
+                cache=cache,
                 position_embeddings=self.main.model.rotary_emb(z, position_ids=positions),
             )
             normed = self.mtp.shared_head_norm(y)
@@ -105,6 +124,23 @@ class HfOracle:
             rows = torch.cat((rows, tokens[-1][:, None]), dim=1)
             hidden = torch.cat((hidden, out["normed"][:, -1:]), dim=1)
         return torch.stack(tokens, dim=1), torch.stack(kept, dim=1)
+
+    def draft_cached(
+        self, hidden: Tensor, rows: Tensor, cache: transformers.DynamicCache, steps: int
+    ) -> dict[str, Tensor]:
+        """Hidden states after the norm [B, T + steps - 1, D], logits, and the greedy tokens [B, steps] of a draft.
+
+        Step 0 has the T rows of `forward_mtp`, each later step one more; these leave the cache at the end.
+        """
+        normed, logits = [], []
+        for _ in range(steps):
+            out = self.forward_mtp(hidden, rows, cache)
+            normed.append(out["normed"])
+            logits.append(out["logits"])
+            hidden, rows = normed[-1][:, -1:], logits[-1][:, -1:].argmax(dim=-1)
+        cache.layers[self.layers].crop(1 - steps)
+        whole = torch.cat(logits, dim=1)
+        return {"normed": torch.cat(normed, dim=1), "logits": whole, "tokens": whole[:, -steps:].argmax(dim=-1)}
 
 
 class MtpParts(nn.Module):

@@ -1,7 +1,9 @@
 """Runs the reference over loopback ranks and keeps every tapped value, whole."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,7 +11,10 @@ from torch import Tensor
 from reference import subject
 from reference.checkpoint import TensorReader
 from reference.config import ModelConfig
+from reference.engine import Engine
 from spcheck.comm.loopback import run_loopback
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -22,7 +27,11 @@ class Recording:
 
     def batch(self, probe: str, requests: int) -> Tensor:
         """The first call of every request, stacked [B, ..]."""
-        return torch.stack(self.values[probe][:requests])
+        return self.forward(probe, requests, 0)
+
+    def forward(self, probe: str, requests: int, number: int) -> Tensor:
+        """A probe's rows of all requests in its forward of that number, stacked [B, ..]."""
+        return torch.stack(self.values[probe][number * requests : (number + 1) * requests])
 
 
 def extra_taps(config: ModelConfig):
@@ -45,31 +54,51 @@ def record(
     dtype: torch.dtype = torch.float64,
 ) -> Recording:
     """``ids`` [B, S] are B requests; each is cut into chunks at ``cuts``. Then ``drafts`` draft steps of all."""
+    return record_run(config, reader, lambda engine: run(engine, ids, cuts, drafts), tp=tp, dtype=dtype)
+
+
+def record_run(
+    config: ModelConfig,
+    reader: TensorReader,
+    drive: Callable[[Engine], None],
+    *,
+    tp: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> Recording:
+    """What ``drive`` makes an engine compute."""
     aux = tuple(range(config.num_hidden_layers + 1))
     taps = subject.taps(config, scheme="reference", aux_layers=aux) | extra_taps(config)
 
-    def rank(world):
-        group = world.group("tp", range(world.size))
-        engine = subject.build(
-            config,
-            reader,
-            {"tp": group},
-            dtype=dtype,
-            device=torch.device("cpu"),
-            scheme="reference",
-            aux_layers=aux,
-            pad_to=None,
-            skip_padding=False,
-        )
+    def recorded(engine):
         values = defaultdict(list)
         for probe, tap in taps.items():
             hook(engine, tap, values[probe])
-        run(engine, ids, cuts, drafts)
+        drive(engine)
         return values, engine.state()
 
-    ranks = run_loopback(tp, rank)
+    ranks = on_ranks(config, reader, recorded, tp=tp, dtype=dtype, aux_layers=aux)
     whole = {probe: put_together([values[probe] for values, _ in ranks], tap[3]) for probe, tap in taps.items()}
     return Recording(config, whole, ranks[0][1])
+
+
+def on_ranks(
+    config: ModelConfig,
+    reader: TensorReader,
+    drive: Callable[[Engine], Result],
+    *,
+    tp: int = 1,
+    dtype: torch.dtype = torch.float64,
+    aux_layers: tuple[int, ...] = (),
+) -> list[Result]:
+    """What ``drive`` returns on each rank, given its engine."""
+
+    def rank(world):
+        group = world.group("tp", range(world.size))
+        return drive(
+            subject.build(config, reader, {"tp": group}, dtype=dtype, device=torch.device("cpu"), aux_layers=aux_layers)
+        )
+
+    return run_loopback(tp, rank)
 
 
 def run(engine, ids: Tensor, cuts: tuple[int, ...], drafts: int) -> None:

@@ -1,59 +1,20 @@
-"""The reference as a subject: request state, drafting, taps, collectives, working types, refusals."""
-
-import json
-from pathlib import Path
+"""The reference as a subject: request state, taps, collectives, working types, refusals."""
 
 import pytest
 import torch
+from reference_engines import RAW, Alone, close, engine_of, keep
 
 from reference import subject
 from reference.checkpoint import CheckpointError, RandomWeights
 from reference.config import parse_config
+from reference.engine import Chunk
 from reference.layout import optional_copies
 from spcheck.comm.loopback import run_loopback
-
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
-RAW = json.loads(PRESET.read_text()) | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 12}
-CPU = torch.device("cpu")
-
-
-class Alone:
-    """A group of one rank that counts its collectives."""
-
-    rank, size = 0, 1
-
-    def __init__(self):
-        self.calls = []
-
-    def all_reduce(self, x):
-        self.calls.append(("all_reduce", tuple(x.shape)))
-        return x.clone()
-
-    def all_gather(self, x):
-        self.calls.append(("all_gather", tuple(x.shape)))
-        return x.clone()
-
-
-def engine_of(*, reader=None, group=None, dtype=torch.float64, aux_layers=(), **changes):
-    config = parse_config(RAW | {k: v for k, v in changes.items() if k in RAW}, changes)
-    groups = {"tp": group or Alone()}
-    reader = reader or RandomWeights(config, 0)
-    return subject.build(config, reader, groups, dtype=dtype, device=CPU, aux_layers=aux_layers)
-
-
-def keep(engine, module: str) -> list[torch.Tensor]:
-    outputs = []
-    engine.get_submodule(module).register_forward_hook(lambda _, __, out: outputs.append(out))
-    return outputs
 
 
 @pytest.fixture
 def ids():
     return torch.randint(250, (21,), generator=torch.Generator().manual_seed(0))
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-12 * b.abs().max())
 
 
 def prefill(engine, ids, cuts=()):
@@ -73,25 +34,6 @@ def test_chunked_prefill_and_decode_are_one_prefill(ids, cuts, model_type):
     assert all(close(rows[0], expected[name][0]) for name, rows in chunked.state().items())
 
 
-def test_drafted_positions_are_written_again(ids):
-    """Decoding after three draft steps leaves the MTP layer as a prefill of the longer request does."""
-    drafted, plain = engine_of(), engine_of()
-    sampled = keep(drafted, "sampler")
-    drafted.start([30])
-    drafted.step([(0, 0, ids)])
-    for step in range(3):
-        drafted.draft([0], step)
-    assert drafted.state()["model.layers.3.self_attn.cache.latent"][0].shape[0] == 23
-    logits, expected = (keep(engine, "model.layers.3.shared_head.head") for engine in (drafted, plain))
-    drafted.step([(0, 21, sampled[0])])
-    drafted.draft([0], 0)
-    plain.start([30])
-    plain.step([(0, 0, torch.cat((ids, sampled[0])))])
-    plain.draft([0], 0)
-    assert close(logits[0][-1], expected[0][-1])
-    assert all(close(rows[0], plain.state()[name][0]) for name, rows in drafted.state().items())
-
-
 def test_requests_do_not_see_each_other(ids):
     together, alone = engine_of(), engine_of()
     logits, expected = keep(together, "lm_head"), keep(alone, "lm_head")
@@ -103,63 +45,6 @@ def test_requests_do_not_see_each_other(ids):
     assert set(together.state()["model.layers.0.self_attn.cache.rope_key"]) == {0, 1}
     together.start([1])
     assert together.state() == {}
-
-
-def test_draft_step_zero_takes_the_next_tokens_and_the_sampled_one(ids):
-    engine = engine_of()
-    sampled, h = keep(engine, "sampler"), keep(engine, "model")
-    seen = []
-    engine.model.layers[3].register_forward_pre_hook(lambda _, args: seen.append(args))
-    engine.start([21])
-    engine.step([(0, 0, ids)])
-    engine.draft([0], 0)
-    rows, hidden, positions, _ = seen[0]
-    assert torch.equal(rows, torch.cat((ids[1:], sampled[0])))
-    assert torch.equal(hidden, h[0][0])
-    assert positions.tolist() == list(range(21))
-
-
-def test_later_draft_steps_recycle_the_normed_hidden(ids):
-    engine = engine_of()
-    normed, tokens = keep(engine, "model.layers.3.shared_head.norm"), keep(engine, "model.layers.3.shared_head.sampler")
-    seen = []
-    engine.model.layers[3].register_forward_pre_hook(lambda _, args: seen.append(args))
-    engine.start([21])
-    engine.step([(0, 0, ids)])
-    for step in range(3):
-        engine.draft([0], step)
-    for step in (1, 2):
-        rows, hidden, positions, _ = seen[step]
-        assert torch.equal(rows, tokens[step - 1])
-        assert torch.equal(hidden, normed[step - 1][-1:])
-        assert positions.tolist() == [20 + step]
-
-
-def test_several_mtp_layers_take_turns(ids):
-    engine = engine_of(num_nextn_predict_layers=2)
-    fired = []
-    for layer in (3, 4):
-        engine.model.layers[layer].register_forward_hook(lambda *_, layer=layer: fired.append(layer))
-    engine.start([21])
-    engine.step([(0, 0, ids)])
-    for step in range(4):
-        engine.draft([0], step)
-    assert fired == [3, 4, 3, 4]
-    assert torch.isfinite(engine.requests[0].next_draft.hidden).all()
-
-
-def test_the_first_mtp_embedding_may_be_zeroed(ids):
-    plain, zeroed = engine_of(), engine_of(mtp_zero_first_embedding=True)
-    inputs = []
-    for engine in (plain, zeroed):
-        engine.model.layers[3].eh_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-        engine.start([21])
-        engine.step([(0, 0, ids)])
-        engine.draft([0], 0)
-    embedded, hidden = inputs[1].split(RAW["hidden_size"], dim=-1)
-    assert embedded[0].abs().max() == 0
-    assert torch.equal(embedded[1:], inputs[0][1:, : RAW["hidden_size"]])
-    assert torch.equal(hidden, inputs[0][:, RAW["hidden_size"] :])
 
 
 def test_the_latent_norms_have_an_epsilon_of_their_own():
@@ -195,7 +80,7 @@ def test_every_tap_fires(ids, model_type):
                 lambda _, __, out, p=probe, i=index: fired.add((p, type(out[i] if isinstance(out, tuple) else out)))
             )
     engine.start([21])
-    engine.step([(0, 0, ids)])
+    engine.step([Chunk(0, 0, ids, drafts=0)])
     engine.draft([0], 0)
     assert fired == {(probe, torch.Tensor) for probe in taps}
     assert ("model.layers.0.self_attn.indexer.choose.in" in taps) == (model_type == "deepseek_v32")

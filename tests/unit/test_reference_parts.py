@@ -12,7 +12,7 @@ from torch import nn
 from reference.attention import ChooseKeys, HeadWeights, chosen_mask
 from reference.cache import LayerCache
 from reference.config import parse_config
-from reference.layers import GreedySampler, LayerNorm, RMSNorm
+from reference.layers import GreedySampler, LayerNorm, RejectionSampler, RMSNorm
 from reference.moe import Gate, Weigh
 from reference.rope import Rotary, attention_scale, frequencies, table_scale
 
@@ -116,6 +116,14 @@ class TestChoices:
     def test_the_lowest_token_wins_a_tie(self):
         assert GreedySampler()(torch.tensor([[0.0, 3.0, 3.0], [1.0, 1.0, 0.0]])).tolist() == [1, 0]
 
+    @pytest.mark.parametrize(
+        ("drafted", "sampled", "accepted"),
+        [([], [5], 0), ([5], [5, 1], 1), ([4], [5, 4], 0), ([5, 1, 2], [5, 9, 2, 3], 1), ([5, 1, 2], [5, 1, 2, 2], 3)],
+    )
+    def test_drafts_are_accepted_up_to_the_first_wrong_one(self, drafted, sampled, accepted):
+        count = RejectionSampler()(torch.tensor(drafted, dtype=torch.int64), torch.tensor(sampled))
+        assert (count.tolist(), count.dtype) == ([accepted], torch.int64)
+
 
 class TestRouter:
     def choose(self, scores, **changes):
@@ -157,3 +165,19 @@ class TestCache:
         cache = LayerCache()
         assert cache.begin(torch.tensor([2])).tolist() == [False, False, True]
         assert cache.write("a", torch.tensor([[5.0]])).tolist() == [[0.0], [0.0], [5.0]]
+        assert cache.held()["a"].tolist() == [[5.0]]
+
+    def test_nothing_is_left_behind_a_forgotten_position(self):
+        cache = LayerCache()
+        assert cache.held() == {}
+        cache.begin(torch.arange(1, 4))
+        cache.write("a", torch.tensor([[1.0], [2.0], [3.0]]))
+        cache.forget(9)
+        assert cache.held()["a"].tolist() == [[1.0], [2.0], [3.0]]
+        cache.forget(2)
+        assert cache.held()["a"].tolist() == [[1.0]]
+        assert cache.begin(torch.tensor([4])).tolist() == [False, True, False, False, True]
+        cache.write("a", torch.tensor([[7.0]]))
+        assert cache.held()["a"].tolist() == [[1.0], [7.0]]
+        cache.forget(1)
+        assert cache.held() == {}

@@ -1,0 +1,48 @@
+"""Reference engines of one rank with random weights, for the tests of the reference."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from reference import subject
+from reference.checkpoint import RandomWeights
+from reference.config import parse_config
+
+PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+RAW = json.loads(PRESET.read_text()) | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 12}
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """A group of one rank that counts its collectives."""
+
+    rank, size = 0, 1
+
+    def __init__(self):
+        self.calls = []
+
+    def all_reduce(self, x):
+        self.calls.append(("all_reduce", tuple(x.shape)))
+        return x.clone()
+
+    def all_gather(self, x):
+        self.calls.append(("all_gather", tuple(x.shape)))
+        return x.clone()
+
+
+def engine_of(*, reader=None, group=None, dtype=torch.float64, aux_layers=(), **changes):
+    config = parse_config(RAW | {k: v for k, v in changes.items() if k in RAW}, changes)
+    groups = {"tp": group or Alone()}
+    reader = reader or RandomWeights(config, 0)
+    return subject.build(config, reader, groups, dtype=dtype, device=CPU, aux_layers=aux_layers)
+
+
+def keep(engine, module: str) -> list[torch.Tensor]:
+    outputs = []
+    engine.get_submodule(module).register_forward_hook(lambda _, __, out: outputs.append(out))
+    return outputs
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= 1e-12 * b.abs().max())
