@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.matrix.space import Row, Rule, Space, Value
-from tests.matrix.worlds import GRAPH_SIZES, RULES, Requests, sides_of, world
+from tests.matrix.worlds import GRAPH_SIZES, RULES, Batches, requests_of, sides_of, world
 
 AXES: dict[str, tuple[Value, ...]] = {
     "tp": (1, 2, 3, 4),
@@ -44,7 +44,7 @@ DEEP: tuple[tuple[str, ...], ...] = (
 
 _DECODE = ((1, 40), (1, 3), (1, 17))
 _MIXED = ((1, 40), (5, 0), (3, 12))
-_BATCHES: dict[Value, Requests] = {
+_BATCHES: dict[Value, tuple[tuple[int, int], ...]] = {
     "one decode": ((1, 9),),
     "decode": _DECODE,
     "prefill": ((5, 0), (1, 0), (11, 0)),
@@ -69,10 +69,9 @@ _KEYS = {
 """Axes that are config keys."""
 
 
-def batches_of(row: Row) -> tuple[Requests, ...]:
-    """(New, cached) tokens of each request, by DP rank; () is an idle rank."""
+def _batches_of(row: Row) -> Batches:
     own = _BATCHES[row["mix"]]
-    by_ranks: dict[Value, tuple[Requests, ...]] = {
+    by_ranks: dict[Value, Batches] = {
         "alone": (own,),
         "same": (own, own),
         "idle": (own, ()),
@@ -86,7 +85,7 @@ def batches_of(row: Row) -> tuple[Requests, ...]:
 
 def _rows(row: Row) -> list[int]:
     """Rows of the case's own step by DP rank."""
-    return [sum(new for new, _ in here) for here in batches_of(row)]
+    return [sum(new for new, _ in here) for here in _batches_of(row)]
 
 
 def _has_padding(row: Row) -> bool:
@@ -123,16 +122,14 @@ _RULES = (
 
 def case_of(row: Row) -> dict[str, Any]:
     """The fields of the case that a valid row stands for."""
-    batches = batches_of(row)
-    new, cached = (tuple(tuple(tokens[i] for tokens in here) for here in batches) for i in (0, 1))
+    batches = _batches_of(row)
     longest = max(sum(tokens) for here in batches for tokens in here)
     sizes = {"num_hidden_layers": 4, "max_position_embeddings": longest + _POSITIONS[str(row["room"])]}
     extra = {"snug": 0, "wide": _WIDE}.get(str(row["padding"]))
     return {
         **{name: row[name] for name in _FIELDS},
         **sides_of(row),
-        "requests": new,
-        "cached": cached,
+        **requests_of(batches),
         "pad_to": None if extra is None else max(_rows(row)) + extra,
         "graph_sizes": GRAPH_SIZES if row["padding"] == "sizes" else (),
         "lora_rank": 4 if row["lora_adapters"] else 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.matrix.decoding import DECODING
-
 from tests.matrix.prompts import PROMPTS
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Space:
 
     def completions(self, fixed: Row) -> Iterator[Row]:
         """Every valid row that holds ``fixed``, depth first: a rule broken by the values so far stays broken."""
-        if not all(rule.holds(fixed) for rule in self.rules if fixed.keys() >= set(rule.axes)):
+        if not all(rule.holds(fixed) for rule, axes in self._readable if axes <= fixed.keys()):
             return
         axis = next((name for name in self.axes if name not in fixed), None)
         if axis is None:
@@ -77,17 +77,18 @@ class Space:
             yield from self.completions({**fixed, axis: value})
 
     @cached_property
-    def threes(self) -> list[tuple[str, ...]]:
-        """The axes of deep groups, three by three."""
-        return list({axes: None for group in self.deep for axes in combinations(group, 3)})
+    def _readable(self) -> list[tuple[Rule, frozenset[str]]]:
+        return [(rule, frozenset(rule.axes)) for rule in self.rules]
 
     @cached_property
-    def _meeting_axes(self) -> list[tuple[str, ...]]:
-        return [*combinations(self.axes, 2), *self.threes]
+    def _meeting_axes(self) -> dict[tuple[str, ...], frozenset[str]]:
+        threes = [axes for group in self.deep for axes in combinations(group, 3)]
+        return {axes: frozenset(axes) for axes in (*combinations(self.axes, 2), *threes)}
 
     def _meetings_of(self, row: Row) -> set[Meeting]:
         """Those that a row, maybe of some axes only, holds."""
-        return {tuple((a, row[a]) for a in axes) for axes in self._meeting_axes if row.keys() >= set(axes)}
+        held = [axes for axes, names in self._meeting_axes.items() if names <= row.keys()]
+        return {tuple([(axis, row[axis]) for axis in axes]) for axes in held}
 
     def _all_meetings(self) -> list[Meeting]:
         """Every one there is, whether or not a valid row holds it."""

@@ -7,6 +7,9 @@ from typing import Any
 from tests.matrix.space import Row, Rule
 
 Requests = tuple[tuple[int, ...], ...]
+Batches = tuple[tuple[tuple[int, int], ...], ...]
+"""(New, cached) tokens of each request, by DP rank; () is an idle rank."""
+
 GRAPH_SIZES = (1, 2, 4, *range(8, 65, 8))
 
 # The tool refuses these, or a value would be one in name only; that it refuses is for other tests.
@@ -41,6 +44,12 @@ def sides_of(row: Row) -> dict[str, Any]:
     reference = f"optimized:{str(row['pair']).removeprefix('from-')}"
     plain = not str(row["pair"]).startswith("from-")
     return {"reference": "reference" if plain else reference, "reference_world": world, "scheme": scheme}
+
+
+def requests_of(batches: Batches) -> dict[str, Requests]:
+    """The fields of a case that has these batches."""
+    new, cached = (tuple(tuple(tokens[i] for tokens in here) for here in batches) for i in (0, 1))
+    return {"requests": new, "cached": cached}
 
 
 def world(row: Row) -> int:
