@@ -1,6 +1,9 @@
-"""How the time and the memory of a case grow with tokens, layers and ranks (loopback, one process, one thread).
+"""How the time and the memory of a case grow with its sizes (loopback, one process, one thread).
 
-python -m benchmarks.growth [tokens] [layers] [ranks]     (all three without a word)
+python -m benchmarks.growth [tokens] [layers] [ranks] [requests] [context] [steps]     (all of them without a word)
+
+``requests`` decode one token each, behind 32 cached ones; ``context`` is the cached tokens of one decoding request,
+which keeps 256 of them; ``steps`` are generated, each with its drafts.
 
 Every case runs in a process of its own: its peak memory is that of nothing else.
 """
@@ -14,6 +17,12 @@ SIXTEEN = (("num_attention_heads", 16), ("n_routed_experts", 32), ("moe_intermed
 SWEEPS = {
     "tokens": [(f"{n} tokens", {"requests": ((n,),)}) for n in (17, 64, 256, 1024, 4096)],
     "layers": [(f"{n} layers", {"overrides": (("num_hidden_layers", n),)}) for n in (5, 15, 30, 61)],
+    "requests": [(f"{n} requests", {"requests": ((1,) * n,), "cached": ((32,) * n,)}) for n in (1, 4, 16, 64)],
+    "context": [
+        (f"{n} cached", {"requests": ((1,),), "cached": ((n,),), "overrides": (("index_topk", 256),)})
+        for n in (255, 511, 1023, 2047)
+    ],
+    "steps": [(f"{n} steps", {"generate": n, "mtp_steps": 2}) for n in (1, 4, 16, 64)],
     "ranks": [(f"{n} ranks", {"tp": n, "overrides": SIXTEEN}) for n in (1, 2, 4, 8, 16)],
 }
 CASE = """

@@ -1,5 +1,7 @@
 """Greedy generation with the reference engine: token by token, and with drafts that are verified."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -25,14 +27,23 @@ def greedy(engine: Engine, prompts: Tensor, new: int) -> Tensor:
     return torch.cat(sampled).unflatten(0, (new, B)).T
 
 
-def speculative(engine: Engine, prompts: Tensor, new: int, drafts: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """`greedy` with so many drafts a step, fewer at the end; and of each verification the drafts accepted and made."""
+class Verified(NamedTuple):
+    """The drafts of a request that had `emitted` new tokens, and how many of them were accepted."""
+
+    request: int
+    emitted: int
+    drafts: Tensor
+    accepted: int
+
+
+def speculative(engine: Engine, prompts: Tensor, new: int, drafts: int) -> tuple[Tensor, list[Verified]]:
+    """`greedy` with so many drafts a step, fewer at the end; and every verification."""
     B, S = prompts.shape
     sampled, accepted = keep(engine.sampler), keep(engine.rejection_sampler)
     drafted = keep(*(engine.model.layers[i].shared_head.sampler for i in engine.config.mtp_layers))
     engine.start([S + new] * B)
     engine.step([Chunk(b, 0, prompts[b]) for b in range(B)])
-    emitted, counts = list(sampled), []
+    emitted, verified = list(sampled), []
     while going := [b for b in range(B) if len(emitted[b]) < new]:
         wanted = {b: min(drafts, new - 1 - len(emitted[b])) for b in going}
         ids = {b: emitted[b][-1:] for b in going}
@@ -46,6 +57,6 @@ def speculative(engine: Engine, prompts: Tensor, new: int, drafts: int) -> tuple
         accepted.clear()
         engine.step([Chunk(b, S + len(emitted[b]) - 1, ids[b], wanted[b]) for b in going])
         for b, tokens, count in zip(going, sampled, accepted, strict=True):
+            verified.append(Verified(b, len(emitted[b]), ids[b][1:], int(count)))
             emitted[b] = torch.cat((emitted[b], tokens[: int(count) + 1]))
-            counts.append((int(count), wanted[b]))
-    return torch.stack(emitted), counts
+    return torch.stack(emitted), verified

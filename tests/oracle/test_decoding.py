@@ -18,6 +18,7 @@ BOUND = 1e-12  # relative to a row's largest element
 MARGIN = 1e-6  # of the best token over the second, relative to a row's largest logit
 BATCH, LENGTH, DRAFTS, NEW = 2, 19, 4, 24
 CUTS = {"one-by-one": tuple(range(12, LENGTH)), "mixed": (4, 5, 9, 10, 16), "from-one-row": (1, 2, 3, 9)}
+RUNS = [("one-by-one", 1), ("one-by-one", 2), ("mixed", 2), ("from-one-row", 1)]
 GENERATED = {
     "v32-of-4-tokens": ("deepseek_v32", 23, 4, {0, 1, 2, 3}),
     "v32-of-61-tokens": ("deepseek_v32", 11, 61, {0, 1}),
@@ -66,8 +67,7 @@ def chunks_of(cuts) -> list[tuple[int, int]]:
     return list(pairwise((0, *cuts, LENGTH)))
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize(("cuts", "tp"), RUNS)
 def test_every_step_of_a_decode(pair, cuts, tp, record_property):
     """Logits, residual streams, and the hidden states after the final norm."""
     ids, N = pair.ids(LENGTH), pair.config.num_hidden_layers
@@ -92,8 +92,7 @@ def test_the_choice_among_cached_keys_matters():
     assert row_error(*(ours.forward("lm_head.out", BATCH, last) for ours in decodes)) > 1e-3
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize(("cuts", "tp"), RUNS)
 def test_drafts_on_caches(pair, cuts, tp, record_property):
     """A draft behind every chunk, the tokens of which are then not taken: hidden states, logits, tokens."""
     ids, chunks = pair.ids(LENGTH), chunks_of(CUTS[cuts])
@@ -164,7 +163,20 @@ def test_generation(generated, tp):
 def test_generation_with_drafts(generated, tp):
     """The tokens are those of the model alone, whether all, some or none of a draft are accepted."""
     pair, prompts, expected, seen = generated
-    for tokens, counts in on_ranks(pair.config, pair.reader, lambda e: speculative(e, prompts, NEW, 3), tp=tp):
+    for tokens, verified in on_ranks(pair.config, pair.reader, lambda e: speculative(e, prompts, NEW, 3), tp=tp):
         assert torch.equal(tokens, expected)
-        assert {accepted for accepted, made in counts if made == 3} == seen
-        assert min(made for _, made in counts) < 3  # near the end fewer are drafted, by one request before the other
+        assert {each.accepted for each in verified if len(each.drafts) == 3} == seen
+        assert {len(each.drafts) for each in verified} > {0, 3}  # near the end fewer, by one request before the other
+
+
+def test_drafts_behind_a_verification(generated):
+    """Each is the draft of transformers, without caches, of the prompt and the tokens so far."""
+    pair, prompts, expected, _ = generated
+    [(_, verified)] = on_ranks(pair.config, pair.reader, lambda e: speculative(e, prompts, NEW, 3))
+    ids = torch.cat((prompts, expected), dim=1)[:1]
+    logits, streams = pair.oracle.forward(ids)
+    for each in (each for each in verified if each.request == 0 and len(each.drafts) == 3):
+        known = prompts.shape[1] + each.emitted - 1
+        tokens, draft_logits = pair.oracle.draft(streams[-1][:, :known], ids[:, :known], logits[:, :known], 3)
+        assert smallest_margin(draft_logits) > MARGIN
+        assert torch.equal(torch.cat((expected[0, each.emitted - 1 : each.emitted], each.drafts)), tokens[0])

@@ -176,8 +176,8 @@ def test_every_tap_stands_somewhere(scheme, aux_layers):
         engine, seen = build(world, config, scheme=scheme, aux_layers=aux_layers), Seen()
         places = subject.taps(config, scheme=scheme, aux_layers=aux_layers, expert_parallel=True)
         seen.watch(engine, {module for module, *_ in places.values()})
-        engine.start([9])  # more keys than are chosen, so that they are scored
-        engine.step([(0, 0, token_ids(config, 9))])
+        engine.start([10])  # more keys than are chosen, so that they are scored
+        engine.step([(0, 0, token_ids(config, 10), 1)])
         engine.draft([0], 0)
         for module, side, index, _, _ in places.values():
             (value,) = seen.inputs(module) if side == "in" else seen.outputs(module)

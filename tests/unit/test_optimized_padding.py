@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_optimized_agreement import check, check_rank
 from test_optimized_helpers import Seen, build, on_ranks, tiny, token_ids
+from test_optimized_sessions import continued, drafted
 
 from optimized.buffers import GraphPadding, InputBuffers
 from optimized.forward_context import get_forward_context
@@ -147,3 +148,27 @@ def test_an_idle_rank_is_all_padding_and_samples_nothing(scheme, skip):
         assert hidden == ([(1, False)] * 2 if idle else [(5, True), (1, True)])
         assert sampled == [0 if idle else 1] * 3
         assert all(bool(by_request) != idle for by_request in state.values())
+
+
+@pytest.mark.parametrize(
+    ("padding", "target", "draft"),
+    [({"pad_to": 5}, [9, 5], [9, 5, 1]), ({"graph_sizes": (1, 2, 4, 8)}, [9, 4], [9, 2, 1])],
+    ids=["pad_to", "graph_sizes"],
+)
+def test_rows_that_no_graph_holds_run_without_and_the_rows_that_hold_are_padded_anew(padding, target, draft):
+    """A prompt of 9, then 4 rows of which 2 hold."""
+    config = tiny()
+    ids = continued(config, 9, 4)
+
+    def main(world):
+        engine, seen = build(world, config, scheme="full-sp", **padding), Seen()
+        seen.watch(engine, ["model", "model.layers.5"])
+        engine.start([13])
+        engine.step([(0, 0, ids[:9])])
+        engine.draft([0], 0)
+        engine.step([(0, 9, drafted(ids[9:], 2), 3)])
+        for step in range(2):
+            engine.draft([0], step)
+        return [x[0].shape[0] for x in seen.outputs("model")], [x.shape[0] for x in seen.outputs("model.layers.5")]
+
+    assert on_ranks(2, main) == [(target, draft)] * 2

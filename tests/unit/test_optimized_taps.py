@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from test_optimized_helpers import ALTERNATING, PRESET, Seen, build, close, on_ranks, tiny, token_ids
+from test_optimized_helpers import ALTERNATING, PRESET, Seen, build, close, on_ranks, tiny
+from test_optimized_sessions import continued
 
 from optimized import subject
 
@@ -18,7 +19,8 @@ def pieces(world, config, scheme, *, expert_parallel=True):
     places = subject.taps(config, **options)
     seen.watch(engine, {module for module, *_ in places.values()})
     engine.start([N])
-    engine.step([(0, 0, token_ids(config, N))])
+    # A draft that holds, so that the draft step has all rows.
+    engine.step([(0, 0, continued(config, N - 1, 1), 1)])
     engine.draft([0], 0)
     out = {}
     for probe, (module, side, index, placement, kind) in places.items():
@@ -67,7 +69,7 @@ def compare(config, results):
     expected = alone(config)
     assert results[0].keys() == expected.keys()
     for probe, (_, kind, value) in expected.items():
-        if kind in ("value", "set"):
+        if kind in ("value", "set", "token", "accepted"):
             close(whole(results[0][probe][0], [result[probe][2] for result in results]), value)
 
 
