@@ -197,6 +197,12 @@ class Plan:
         step = self.steps[phase.step].name
         return f"{step}'s {what}" if step else what
 
+    def probe_name(self, probe: str, kind: str, call: int) -> str:
+        """A probe with the forward behind it, unless that is the case's own target step, or the probe is a cache."""
+        phase = self.phase(kind, call)
+        is_plain = phase is None or (kind == "target" and phase.step == self.own_step)
+        return probe if is_plain else f"{probe} ({self.forward_name(kind, call)})"
+
     @property
     def folder(self) -> Path | None:
         """The checkpoint folder, or None where a preset gets random weights."""

@@ -25,8 +25,7 @@ def sentence(result: ProbeResult, plan: Plan) -> str:
 
 def label(result: ProbeResult, plan: Plan) -> str:
     """The probe's name, with the forward unless it is the last target step."""
-    forward = plan.forward_name(result.phase, result.call)
-    return result.probe if result.phase == "cache" or forward == "target step" else f"{result.probe} ({forward})"
+    return plan.probe_name(result.probe, result.phase, result.call)
 
 
 def _size(result: ProbeResult, plan: Plan) -> str:

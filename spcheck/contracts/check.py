@@ -64,7 +64,8 @@ def check_collectives(plan: Plan, reports: Reports) -> Checked:
                 seen = [(r, calls) for r in here if (calls := _seen_calls(r, subject, phase)) is not None]
                 checked += sum(len(calls) for _, calls in seen)
                 wrong = [
-                    _Calls(subject, side, r["rank"], phase).wrong(wanted, calls, "error" in r) for r, calls in seen
+                    _Calls(plan, subject, side, r["rank"], phase).wrong(wanted, calls, "error" in r)
+                    for r, calls in seen
                 ]
                 breaches += [breach for found in wrong for breach in found]
     return Checked(checked, first_of_each_place(breaches))
@@ -89,7 +90,8 @@ def _wrong_rows(
         if ".softmax." in probe and not side.plain:
             rows = [sum(rows)]  # it may run over the rows in chunks
         if rows != wanted:
-            message = f"{probe}: {_rows(rows)} on rank {rank}, {_rows(wanted)} expected under {side.scheme}"
+            name = plan.probe_name(probe, phase.kind, call) if phase else probe
+            message = f"{name}: {_rows(rows)} on rank {rank}, {_rows(wanted)} expected under {side.scheme}"
             breaches.append(Breach("rows", message, subject, probe, call, rank))
     return breaches
 
@@ -123,6 +125,7 @@ def _held(phase: Phase, requests: int) -> list[int]:
 class _Calls:
     """The collectives of one forward on one rank."""
 
+    plan: Plan
     subject: str
     side: SidePlan
     rank: int
@@ -169,7 +172,8 @@ class _Calls:
 
     def _breach(self, number: int, message: str, seen: dict[str, Any] | None, wanted: Expected | None) -> Breach:
         where = (seen or {}).get("module") or (wanted.where if wanted else "engine")
-        message = f"collective {number} of {self.phase.kind} step {self.phase.call} {message}"
+        forward = self.plan.forward_name(self.phase.kind, self.phase.call)
+        message = f"collective {number} of {forward} {message}"
         return Breach("collectives", message, self.subject, where, self.phase.call, self.rank)
 
 

@@ -115,7 +115,8 @@ class _Work:
             message = f"{sum(done)} rows computed by all experts{where}, {sum(wanted) + extra} expected"
         else:
             return []
-        return [Breach("work", f"{probe}: {message}", self.subject, probe, call, rank)]
+        name = self.plan.probe_name(probe, _phase(self.plan, probe, call, 0).kind, call)
+        return [Breach("work", f"{name}: {message}", self.subject, probe, call, rank)]
 
     def padded_rows(self, probe: str, call: int) -> int:
         """Rows that are no token, over all data-parallel ranks."""
@@ -148,7 +149,8 @@ class _Work:
             ways = [(call["sizes"], call["receive"]) for call in (first, *others)]
             there, back = ways[0], (ways[0][1], ways[0][0])
             if ways[1:] != [there, there, back]:
-                message = f"{module}: rank {rank} sends and receives {ways}: what goes there together must come back"
+                name = self.plan.probe_name(module, phase.kind, phase.call)
+                message = f"{name}: rank {rank} sends and receives {ways}: what goes there together must come back"
                 yield Breach("work", message, self.subject, f"{module}.work", phase.call, rank)
 
     def scope(self, rank: int) -> int:
@@ -176,9 +178,8 @@ class _Work:
         ):
             return []
         rule = f"{least} chose experts there" + (f", and {padding} rows are padding" if padding else "")
-        message = (
-            f"{call['module']}: rank {rank} sends {list(call['sizes'])} rows to the ranks of {call['group']}, {rule}"
-        )
+        name = self.plan.probe_name(call["module"], phase.kind, phase.call)
+        message = f"{name}: rank {rank} sends {list(call['sizes'])} rows to the ranks of {call['group']}, {rule}"
         return [Breach("work", message, self.subject, f"{call['module']}.work", phase.call, rank)]
 
     def own_padding(self, place: Place, phase: Phase) -> int:

@@ -34,7 +34,7 @@ def _drafts(generation: Generation) -> Iterator[str]:
     if accepted:
         yield f"             mean accepted length {generation.mean_accepted_length:.2f}, the model's own token counted"
     else:
-        yield "             no step went on with an accepted draft; --set vocab_size=4 makes them likely"
+        yield "             no step went on with an accepted draft; --set vocab_size=2 makes them likely"
 
 
 def turn_lines(generation: Generation | None, plan: Plan) -> Iterator[str]:

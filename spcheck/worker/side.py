@@ -101,7 +101,7 @@ class Side:
 
     def run(self, phase: Phase) -> list[Piece]:
         """One forward of all requests: what the probes held on this rank."""
-        self._trace.begin(self.plan.module, f"{phase.kind} step {phase.call}")
+        self._trace.begin(self.plan.module, self._plan.forward_name(phase.kind, phase.call))
         self._ready.capture.watch(None if phase.probed else self._always_watched)
         self._ready.padding.expect(phase.real, phase.padded)
         if self._ready.snapper and self._ready.packed:

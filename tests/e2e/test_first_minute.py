@@ -168,12 +168,13 @@ def test_verbose_shows_every_probe_once_and_fits():
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("repeat")) <= 80
     seen = [line.split()[-1] for line in lines if re.match(r"(ok|DIFFERS|-) +\d+ +\d+ ", line)]
-    assert len(seen) == 242  # 140 of the target step, 42 of each draft step, 18 caches
+    # 140 of the target step, 42 of each draft step, 18 caches; 3 less a layer where all keys are chosen unscored.
+    assert len(seen) == 242 - 3 * 7
     headings = [
         line.split(",")[0] for line in lines if line.endswith("exact (a step that rounds: 4e-15 of the largest)")
     ]
     assert headings == ["target step", "draft step 0", "draft step 1", "caches after the last step"]
-    assert lines[-1].startswith("EQUAL, scheme full-sp  242 probes compared")
+    assert lines[-1].startswith("EQUAL, scheme full-sp  221 probes compared")
 
 
 def mutated(name):

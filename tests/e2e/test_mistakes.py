@@ -25,7 +25,7 @@ def spcheck(*words, env=None, timeout=120):
         ("--tp 2 --tokens 0", "at least 1 token"),
         ("--tp 2 --tokens -3", "at least 1 token"),
         ("--tp 2 --tokens many", "not a valid integer"),
-        ("--tp 2 --requests 5,,x", "no list of whole numbers"),
+        ("--tp 2 --requests 5,,x", "no list of new@cached tokens such as 5,1@40,3@12"),
         ("--tp 2", "give --tokens N or --requests"),
         ("--tp 2 --tokens 3 --requests 3", "not both"),
         ("--tp 2 --tokens 17 --pad-to 16", "--pad-to 16 is less than the 17 tokens"),

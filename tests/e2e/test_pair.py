@@ -34,8 +34,11 @@ def assert_passes(case):
 def test_worlds_tokens_drafts_and_skipping(tp, tokens):
     for steps, skip in itertools.product((0, 1, 2, 3), (True, False)):
         comparison = assert_passes(case(tp=tp, requests=((tokens,),), mtp_steps=steps, skip_padding=skip))
-        # 21 probes of a dense layer, 30 of a MoE layer, 42 of an MTP layer and draft step, 8 outside, 3 caches a layer.
+        # 21 probes of a dense layer, 30 of a MoE layer, 42 of an MTP layer and draft step, 8 outside, 3 caches a layer;
+        # 3 less a layer where no row has more than the 8 keys that are chosen, and nothing is scored.
         expected = 2 * 21 + 3 * 30 + 8 + 42 * steps + 3 * (6 if steps else 5)
+        keys = [tokens] * 5 + [tokens + max(step, 0) for step in range(steps)]
+        expected -= 3 * sum(n <= 8 for n in keys)
         assert comparison.compared == expected
 
 

@@ -150,7 +150,7 @@ def test_full_sp_with_uneven_rows_by_hand():
     dispatch = {("all_gatherv", "ep"): (3, 6 * (D + K + K) * B), ("reduce_scatterv", "ep"): (1, 18 * D * B)}
     assert side.dp_rank == 1
     assert step(side) == {
-        ("row counts", "all_reduce", "dp_cpu"): (1, 2 * 2 * 8),
+        ("row counts", "all_reduce", "dp_cpu"): (1, 3 * 2 * 8),
         ("embedding", "all_reduce", "tp"): (1, 11 * D * B),
         **every(["0 dense", "1 dense"], attention),
         **every(["2 moe", "3 moe", "4 moe"], attention | dispatch),
@@ -158,8 +158,8 @@ def test_full_sp_with_uneven_rows_by_hand():
         ("logits", "all_gather", "tp"): (1, 125 * 11 * B),
     }
     assert side.collectives == 26
-    first = 4 + (6 + 5 * (3 + 6) + 3 * (3 + 18) + 3) * D + 3 * 3 * (K + K) + 125 * 6
-    second = 4 + (11 + 5 * (6 + 12) + 3 * (6 + 18) + 6) * D + 3 * 6 * (K + K) + 125 * 11
+    first = 6 + (6 + 5 * (3 + 6) + 3 * (3 + 18) + 3) * D + 3 * 3 * (K + K) + 125 * 6
+    second = 6 + (11 + 5 * (6 + 12) + 3 * (6 + 18) + 6) * D + 3 * 6 * (K + K) + 125 * 11
     assert side.bytes_per_token == pytest.approx((first + second) * B / 17)
     assert parameters(side)[2:5] == [2 * MLP_WEIGHTS, 4 * EXPERT, 4 * 6 * EXPERT]
     assert held(side, "MLP, experts")[1:] == ((18 * K, D), 18 * K * D * B)
@@ -179,8 +179,8 @@ def test_naive_with_an_idle_rank_by_hand():
         ["3 moe"], attention | dispatch
     )
     assert side.collectives == 1 + 1 + 5 * 2 + 3 * 13 + 1 + 1
-    busy = 4 + (3 + 5 * (2 + 4) + 3 * (6 + 6) + 2) * D + 3 * 6 * (K + K) + 125 * 3
-    idle = 4 + (1 + 5 * (1 + 2) + 3 * (6 + 6) + 1) * D + 3 * 6 * (K + K) + 125
+    busy = 6 + (3 + 5 * (2 + 4) + 3 * (6 + 6) + 2) * D + 3 * 6 * (K + K) + 125 * 3
+    idle = 6 + (1 + 5 * (1 + 2) + 3 * (6 + 6) + 1) * D + 3 * 6 * (K + K) + 125
     assert side.bytes_per_token == pytest.approx((busy + idle) * B / 3)
     assert parameters(side)[4] == 4 * 6 * EXPERT
     assert held(side, "MLP, experts")[1:] == ((6 * K, D), 6 * K * D * B)
@@ -193,7 +193,7 @@ def test_experts_in_channels_by_hand():
     sums = {("all_reduce", "tp"): (2, 2 * 5 * D * B)}
     dispatch = {("all_gatherv", "dp"): (3, 5 * (D + K + K) * B), ("reduce_scatterv", "dp"): (1, 8 * D * B)}
     assert step(side) == {
-        ("row counts", "all_reduce", "dp_cpu"): (1, 2 * 2 * 8),
+        ("row counts", "all_reduce", "dp_cpu"): (1, 3 * 2 * 8),
         ("embedding", "all_reduce", "tp"): (1, 5 * D * B),
         **every(["0 dense", "1 dense"], sums),
         **every(["2 moe", "3 moe", "4 moe"], sums | dispatch),
@@ -201,7 +201,7 @@ def test_experts_in_channels_by_hand():
     }
     assert side.collectives == 25
     rows = 11 * (3 + 5) + 3 * (3 + 5 + 8 + 8)
-    assert side.bytes_per_token == pytest.approx((2 * 4 + rows * D + 3 * 8 * (K + K) + 125 * 8) * B / 8)
+    assert side.bytes_per_token == pytest.approx((2 * 6 + rows * D + 3 * 8 * (K + K) + 125 * 8) * B / 8)
     assert parameters(side)[2:5] == [2 * MLP_WEIGHTS / 2, 4 * EXPERT / 2, 4 * E * 3 * D * 12]
     assert held(side, "MLP, experts")[1:] == ((8 * K, D), 8 * K * D * B)
 

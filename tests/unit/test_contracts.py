@@ -145,7 +145,7 @@ def test_drafts_by_hand():
     assert len(moe_sp) == 8
 
 
-AGREED = ("all_reduce", "dp_cpu", 2, 3)
+AGREED = ("all_reduce", "dp_cpu", 3, 3)
 
 
 def test_three_data_parallel_ranks_by_hand():
