@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.matrix.axes import GRAPH_SIZES, Requests
+from tests.matrix.worlds import GRAPH_SIZES, Requests
 
 
 def _case(scheme: str, tp: int, requests: Requests, mtp_steps: int = 2, **more: Any) -> dict[str, Any]:

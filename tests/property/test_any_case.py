@@ -1,4 +1,6 @@
-"""Any case that can exist is found EQUAL: worlds, dataflows, row counts, padding and drafts drawn at random."""
+"""Any case that can exist is found EQUAL: worlds, dataflows, rows, padding, drafts and limits drawn at random."""
+
+from itertools import chain
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,9 +14,18 @@ WORLDS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (1, 2), (2, 2), (3, 2), (1, 3)
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 
-def requests_of(dp):
-    here = st.lists(st.integers(1, 20), max_size=4).map(tuple)
+def requests_of(dp, request):
+    here = st.lists(request, max_size=4).map(tuple)
     return st.lists(here, min_size=dp, max_size=dp).map(tuple)
+
+
+def new_and_cached():
+    """Of each request: a prompt, a token to decode, or a chunk."""
+    return st.one_of(
+        st.tuples(st.integers(1, 20), st.just(0)),
+        st.tuples(st.just(1), st.integers(1, 20)),
+        st.tuples(st.integers(1, 6), st.integers(1, 20)),
+    )
 
 
 def pairs_of(scheme):
@@ -24,12 +35,26 @@ def pairs_of(scheme):
     return pairs + ([{"reference": "optimized:tp", "candidate": own}] if scheme != "tp" else [])
 
 
+def overrides(longest):
+    """Config keys: among them a limit, maybe, that requests meet when they draft or generate."""
+    return st.fixed_dictionaries(
+        {"num_hidden_layers": st.integers(3, 5), "num_nextn_predict_layers": st.integers(1, 3)},
+        optional={
+            "vocab_size": st.integers(1, 4),
+            "max_position_embeddings": st.integers(longest, longest + 3),
+            "index_topk": st.sampled_from([2, 30]),
+        },
+    )
+
+
 @st.composite
 def cases(draw):
     tp, dp = draw(st.sampled_from(WORLDS))
-    requests = draw(requests_of(dp).filter(any))
-    previous = draw(st.none() | requests_of(dp))
+    batches = draw(requests_of(dp, new_and_cached()).filter(any))
+    requests, cached = (tuple(tuple(tokens[i] for tokens in here) for here in batches) for i in (0, 1))
+    previous = draw(st.none() | requests_of(dp, st.integers(1, 20)))
     most = max(sum(here) for here in (*requests, *(previous or ())))
+    longest = max(chain(map(sum, chain(*batches)), *(previous or ())))
     padding = draw(st.sampled_from(["none", "sizes", *range(10)]))
     adapters = draw(st.sampled_from([0, 0, 0, 1, 2]))
     expert_parallel = draw(st.sampled_from([True, True, True, False]))
@@ -39,6 +64,9 @@ def cases(draw):
     return Case(
         **sides,
         requests=requests,
+        cached=cached,
+        generate=draw(st.integers(0, 2)),
+        overrides=tuple(draw(overrides(longest)).items()),
         tp=tp,
         previous=previous,
         expert_parallel=expert_parallel,
@@ -47,7 +75,7 @@ def cases(draw):
         lora_adapters=adapters,
         model=draw(st.sampled_from(["dsv32-tiny", "dsv32-alternating"])),
         mtp_steps=draw(st.integers(0, 3)),
-        aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 5), max_size=3)))),
+        aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 3), max_size=3)))),
         pad_to=most + padding if isinstance(padding, int) else None,
         graph_sizes=GRAPH_SIZES if padding == "sizes" else (),
         skip_padding=draw(st.booleans()),

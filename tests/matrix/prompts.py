@@ -1,13 +1,11 @@
-"""The axes of the case matrix, which of their values may meet, and the case that a row of values stands for."""
+"""The space of cases with whole prompts: its axes, and the case that a row of values stands for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-Value = int | str | bool
-Row = dict[str, Value]
-Requests = tuple[tuple[int, ...], ...]
+from tests.matrix.space import Row, Rule, Space, Value
+from tests.matrix.worlds import GRAPH_SIZES, RULES, Requests, sides_of, world
 
 AXES: dict[str, tuple[Value, ...]] = {
     "tp": (1, 2, 3, 4),
@@ -28,8 +26,6 @@ AXES: dict[str, tuple[Value, ...]] = {
     "router": ("groups", "one-group", "unnormalised"),
     "pair": ("plain", "alone", "from-tp", "from-full-sp", "swapped"),
 }
-"""``pair``: a plain reference on all ranks or on the first of each DP rank, an optimized one in ``tp`` or ``full-sp``,
-or an optimized reference in ``scheme`` with the plain model as candidate."""
 
 DEEP: tuple[tuple[str, ...], ...] = (
     ("tp", "dp", "scheme", "all2all_backend", "skip_padding", "padding_content"),
@@ -37,7 +33,6 @@ DEEP: tuple[tuple[str, ...], ...] = (
 )
 """Axes whose values meet in threes: where sequence parallelism broke most often in the field."""
 
-GRAPH_SIZES = (1, 2, 4, *range(8, 65, 8))
 _ROOM = {"snug": 0, "loose": 1, "wide": 6}  # rows that pad_to has over the largest DP rank's
 # An earlier step, cut to the DP ranks there are. No first rank of AXES has as many rows, and other ranks idle.
 _PREVIOUS: dict[Value, Requests] = {"few": ((4,), (), (1,)), "many": ((7, 13), (6,), ())}
@@ -61,29 +56,8 @@ _ROUTERS: dict[Value, dict[str, Value]] = {
 }
 
 
-class Rule(NamedTuple):
-    """What a row must hold, told from the axes it reads alone."""
-
-    axes: tuple[str, ...]
-    holds: Callable[[Row], bool]
-
-
-RULES = (
-    # The tool refuses these; that it does is for other tests.
-    Rule(("scheme", "tp"), lambda row: row["scheme"] == "tp" or row["tp"] != 1),
-    Rule(("scheme", "expert_parallel"), lambda row: row["scheme"] == "tp" or bool(row["expert_parallel"])),
-    Rule(("scheme", "lora_adapters"), lambda row: row["scheme"] == "tp" or not row["lora_adapters"]),
-    # Without dispatch the backend is not used: one value is enough.
-    Rule(
-        ("all2all_backend", "dp", "scheme"),
-        lambda row: row["all2all_backend"] == "allgather_reducescatter" or row["dp"] != 1 or row["scheme"] != "tp",
-    ),
-    Rule(("pair", "scheme"), lambda row: row["pair"] != f"from-{row['scheme']}"),  # a pair needs two
-    Rule(("pair", "tp"), lambda row: row["pair"] != "from-full-sp" or row["tp"] != 1),
-    Rule(("pair", "tp"), lambda row: row["pair"] != "alone" or row["tp"] != 1),  # one rank is always alone
-    Rule(("pair", "expert_parallel"), lambda row: row["pair"] != "from-full-sp" or bool(row["expert_parallel"])),
-    Rule(("pair", "lora_adapters"), lambda row: row["pair"] != "from-full-sp" or not row["lora_adapters"]),
-    Rule(("dp", "others"), lambda row: (row["dp"] == 1) == (row["others"] == "alone")),
+_RULES = (
+    *RULES,
     Rule(("dp", "first", "others"), lambda row: any(requests_of(row))),
     # Content that no row takes would be a value in name only.
     Rule(("padding_content", "previous"), lambda row: row["padding_content"] != "stale" or row["previous"] != "none"),
@@ -92,11 +66,6 @@ RULES = (
         lambda row: row["padding_content"] == "zero" or has_padding(row),
     ),
 )
-
-
-def is_valid(row: Row) -> bool:
-    """Whether a full row is a case that can exist and in which every value means something."""
-    return all(rule.holds(row) for rule in RULES)
 
 
 def requests_of(row: Row) -> Requests:
@@ -136,17 +105,6 @@ def _pad_to(row: Row) -> int | None:
     return max(map(sum, (*requests_of(row), *(previous_of(row) or ())))) + _ROOM[str(row["padding"])]
 
 
-def sides_of(row: Row) -> dict[str, Any]:
-    """Who is compared with whom."""
-    scheme = str(row["scheme"])
-    if row["pair"] == "swapped":
-        return {"reference": f"optimized:{scheme}", "candidate": "reference"}
-    world = 1 if row["pair"] == "alone" else None
-    reference = f"optimized:{str(row['pair']).removeprefix('from-')}"
-    plain = not str(row["pair"]).startswith("from-")
-    return {"reference": "reference" if plain else reference, "reference_world": world, "scheme": scheme}
-
-
 def case_of(row: Row) -> dict[str, Any]:
     """The fields of the case that a valid row stands for."""
     return {
@@ -173,18 +131,9 @@ def _sizes_for(row: Row) -> dict[str, Value]:
     return experts if row["expert_parallel"] else {**experts, "moe_intermediate_size": 144}
 
 
-def world(row: Row) -> int:
-    """Ranks of the case: dp times tp."""
-    return int(row["dp"]) * int(row["tp"])
+def _cost(row: Row) -> int:
+    """Ranks, and two more for what a case costs whatever its size."""
+    return world(row) + 2
 
 
-def completions(fixed: Row) -> Iterator[Row]:
-    """Every valid row that holds ``fixed``, depth first: a rule broken by the values so far stays broken."""
-    if not all(rule.holds(fixed) for rule in RULES if fixed.keys() >= set(rule.axes)):
-        return
-    axis = next((name for name in AXES if name not in fixed), None)
-    if axis is None:
-        yield fixed
-        return
-    for value in AXES[axis]:
-        yield from completions({**fixed, axis: value})
+PROMPTS = Space("covering", AXES, _RULES, DEEP, _cost, case_of)
