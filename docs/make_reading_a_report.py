@@ -44,6 +44,13 @@ def _around_the_first_difference(text: str) -> str:
     return "\n".join([*lines[:5], "...", *lines[first - 4 : first + 4], "..."]) + "\n"
 
 
+def _from_the_choices(text: str) -> str:
+    """The lines behind the contracts."""
+    return text[text.index("choices ") :]
+
+
+_GENERATES = "--tp 2 --requests 1@9,5/- --mtp-steps 2 --generate 3 --set vocab_size=2"
+
 EXAMPLES = {
     "healthy": Example("--tp 2 --tokens 17"),
     "value": Example("--tp 2 --tokens 17", "one-rank-holds-another-replica"),
@@ -51,6 +58,8 @@ EXAMPLES = {
     "parallel": Example(
         "--tp 2 --requests 5/11/- --previous 7/-/3 --graph-sizes 8,16 --padding-content stale --collectives"
     ),
+    "generated": Example(_GENERATES),
+    "token": Example(_GENERATES, "one-draft-too-many-is-accepted", _from_the_choices),
     "quiet": Example("--tp 2 --tokens 17 --quiet", "one-rank-holds-another-replica"),
     "verbose": Example("--tp 2 --tokens 17 --verbose", "one-rank-holds-another-replica", _around_the_first_difference),
 }

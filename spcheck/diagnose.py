@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from spcheck.guard import ROUTED
 from spcheck.merge import ProbeResult
 from spcheck.phases import Phase
+from spcheck.subject import STEERING
 
 
 def hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int = 1) -> list[str]:
@@ -27,7 +28,8 @@ def _hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int) -> Iterat
         yield _why_infinite(result)
     if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 1:
         yield f"only on rank {result.ranks_over[0]}"
-    if phase is not None and result.rows_over == 1 and result.first is not None and phase.real > 1:
+    per_row = result.kind not in STEERING
+    if phase is not None and per_row and result.rows_over == 1 and result.first is not None and phase.real > 1:
         request, position = phase.row(phase.real - 1)
         if (result.first["request"], result.first["position"]) == (request, position):
             yield "only the last row: trimming or padding?"

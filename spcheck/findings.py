@@ -14,7 +14,8 @@ from spcheck.judge import BOUNDS, Finding
 from spcheck.merge import ProbeResult, RankReport
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
-from spcheck.sentences import CHOICES, STEERING, label, near_tie, place, sentence
+from spcheck.sentences import label, near_tie, place, sentence
+from spcheck.subject import CHOICES, STEERING
 
 _GOES_ON = "; the run goes on with the reference's"
 _MANY = 4  # rows: one or two may be wrong by half in bfloat16, most of many are not

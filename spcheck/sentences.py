@@ -7,12 +7,7 @@ from typing import Any
 from spcheck.diagnose import hints
 from spcheck.merge import ProbeResult
 from spcheck.plan import Plan
-
-CHOICES = ("set", "token", "accepted")
-"""Kinds of probes that hold chosen ids."""
-
-STEERING = ("token", "accepted")
-"""Those of them that say which tokens come next."""
+from spcheck.subject import CHOICES
 
 
 def sentence(result: ProbeResult, plan: Plan) -> str:
@@ -32,6 +27,8 @@ def _size(result: ProbeResult, plan: Plan) -> str:
     where = place(result.first or result.replica, plan)
     if not result.rows_over:
         return f"the ranks hold different values, first at {where}"
+    if result.kind == "accepted":
+        return f"{result.rows_over} of {result.rows} requests accepted another number of drafts, first at {where}"
     if result.kind in CHOICES:
         return f"{result.rows_over} of {result.rows} rows chose otherwise, first at {where}{_margin(result)}"
     bound = result.bound

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from spcheck.comm.interface import Communicator
 
 
+STEERING = ("token", "accepted")
+"""Kinds of probes that say which tokens come next: tokens, and how many drafts are accepted."""
+
+CHOICES = ("set", *STEERING)
+"""Kinds of probes that hold what was chosen, as whole numbers: keys, groups, experts too."""
+
 SHORT_CONTEXT = (".indexer.q_rope.out", ".indexer.head_weights.out", ".indexer.choose.in")
 """Ends of the names of probes that need not fire where no row has more keys than ``index_topk``: all are chosen."""
 
@@ -50,7 +56,7 @@ class Tap:
     @property
     def steers(self) -> bool:
         """Whether it decides which rows come next: a token, or how many drafts are accepted."""
-        return self.kind in ("token", "accepted")
+        return self.kind in STEERING
 
     @property
     def per_key(self) -> bool:
@@ -65,7 +71,7 @@ class Tap:
     @property
     def choice(self) -> bool:
         """Whether it holds chosen ids: keys, groups, experts or tokens, or counts of drafts."""
-        return self.kind == "set" or self.steers
+        return self.kind in CHOICES
 
     @property
     def compared(self) -> bool:

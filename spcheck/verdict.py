@@ -26,7 +26,7 @@ from spcheck.generation import Generation, generation_of
 from spcheck.judge import Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
-from spcheck.sentences import CHOICES
+from spcheck.subject import CHOICES
 
 
 @dataclass(frozen=True)

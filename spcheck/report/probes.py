@@ -8,7 +8,7 @@ from itertools import groupby
 from spcheck.exact import STEP_BOUND
 from spcheck.judge import BOUNDS
 from spcheck.merge import ProbeResult
-from spcheck.sentences import CHOICES
+from spcheck.subject import CHOICES
 from spcheck.verdict import Comparison
 
 _HEAD = f"{'':<8} {'rows':>4} {'equal':>5} {'error':>7}  probe"

@@ -20,7 +20,8 @@ from spcheck.report.failure import failure_lines
 from spcheck.report.generation import generation_lines, turn_lines
 from spcheck.report.head import escape, head_lines
 from spcheck.report.probes import probe_lines
-from spcheck.sentences import CHOICES, place
+from spcheck.sentences import place
+from spcheck.subject import CHOICES
 from spcheck.verdict import Comparison
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
