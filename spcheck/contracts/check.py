@@ -10,7 +10,7 @@ from typing import Any
 from deepdiff import DeepDiff
 
 from spcheck.contracts.collectives import Expected, expected_collectives
-from spcheck.contracts.rows import expected_rows, phases_of_probe
+from spcheck.contracts.rows import expected_rows, phase_of_probe
 from spcheck.phases import Phase, layer_of
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
@@ -84,8 +84,7 @@ def _wrong_rows(
 ) -> list[Breach]:
     breaches = []
     for (probe, call), rows in seen.items():
-        phases = phases_of_probe(probe, plan, plan.place(rank).dp_rank)
-        phase = next((p for p in phases if p.call == call), None)
+        phase = phase_of_probe(probe, plan, call, plan.place(rank).dp_rank)
         wanted = expected_rows(probe, side, plan.config, phase) if phase else []
         if ".softmax." in probe and not side.plain:
             rows = [sum(rows)]  # it may run over the rows in chunks

@@ -83,10 +83,23 @@ def must_fire(probe: str, plan: Plan, side: SidePlan, dp_rank: int) -> bool:
 
 def phases_of_probe(probe: str, plan: Plan, dp_rank: int = 0) -> list[Phase]:
     """The forwards in which a probe is seen: an MTP layer's in the draft steps that use it, else the target's."""
+    return [phase for phase in plan.phases[dp_rank] if _is_seen(probe, plan, phase)]
+
+
+def phase_of_probe(probe: str, plan: Plan, call: int, dp_rank: int = 0) -> Phase | None:
+    """The one of these with that number."""
+    phase = plan.phase("draft" if _is_draft(probe, plan) else "target", call, dp_rank)
+    return phase if phase is not None and _is_seen(probe, plan, phase) else None
+
+
+def _is_draft(probe: str, plan: Plan) -> bool:
     layer = layer_of(probe)
-    phases = [phase for phase in plan.phases[dp_rank] if phase.probed]
+    return layer is not None and layer >= plan.config.num_hidden_layers
+
+
+def _is_seen(probe: str, plan: Plan, phase: Phase) -> bool:
+    if not phase.probed or (phase.kind == "draft") != _is_draft(probe, plan):
+        return False
     if probe == REJECTION_SAMPLER:
-        return [phase for phase in phases if phase.drafts is not None]
-    if layer is None or layer < plan.config.num_hidden_layers:
-        return [phase for phase in phases if phase.kind == "target"]
-    return [phase for phase in phases if phase.kind == "draft" and plan.mtp_layer(phase.draft) == layer]
+        return phase.drafts is not None
+    return phase.kind == "target" or plan.mtp_layer(phase.draft) == layer_of(probe)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from spcheck.contracts.check import Breach, Checked, Reports, first_of_each_place
-from spcheck.contracts.rows import phases_of_probe
+from spcheck.contracts.rows import phase_of_probe
 from spcheck.dispatch import carries_ids, expert_rows, experts_per_rank, is_by_choice, members
 from spcheck.phases import Phase
 from spcheck.place import Place
@@ -115,13 +115,14 @@ class _Work:
             message = f"{sum(done)} rows computed by all experts{where}, {sum(wanted) + extra} expected"
         else:
             return []
-        name = self.plan.probe_name(probe, _phase(self.plan, probe, call, 0).kind, call)
+        phase = phase_of_probe(probe, self.plan, call)
+        name = self.plan.probe_name(probe, phase.kind, call) if phase else probe
         return [Breach("work", f"{name}: {message}", self.subject, probe, call, rank)]
 
     def padded_rows(self, probe: str, call: int) -> int:
         """Rows that are no token, over all data-parallel ranks."""
-        phases = [_phase(self.plan, probe, call, d) for d in range(self.plan.case.dp)]
-        return sum(expert_rows(self.side, phase) - phase.real for phase in phases)
+        phases = [phase_of_probe(probe, self.plan, call, d) for d in range(self.plan.case.dp)]
+        return sum(expert_rows(self.side, phase) - phase.real for phase in phases if phase is not None)
 
     def wrong_travel(self) -> Iterator[Breach]:
         """All-to-all: to each rank go the rows that chose one of its experts, and of padding at most all."""
@@ -191,7 +192,3 @@ class _Work:
 def _travelling(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each layer the one call that carries expert ids."""
     return [c for c in calls if carries_ids(c["kind"], c["dtype"], len(c["shape"]))]
-
-
-def _phase(plan: Plan, probe: str, call: int, dp_rank: int) -> Phase:
-    return next(p for p in phases_of_probe(probe, plan, dp_rank) if p.call == call)
