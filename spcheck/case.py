@@ -29,7 +29,8 @@ class Case:
 
     ``requests`` are the new tokens of each request; ``cached``, of the same shape, those that it holds before, None for
     none. ``previous`` are the requests of a step that runs before, through the same buffers. ``generate`` steps follow
-    the case's own, each with the tokens that the one before sampled and drafted. ``pad_to`` is the row count the target
+    the case's own, each with the tokens that the one before sampled and drafted; with ``prefill_chunk`` a step takes at
+    most so many new tokens of a prompt, and those that follow take the rest. ``pad_to`` is the row count the target
     step and draft step 0 are padded to, unless they have more; with ``graph_sizes`` every forward is padded to the
     smallest that holds it. ``overrides`` are config keys set by the user, in order. ``reference`` and ``candidate`` are
     a subject's name, and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of
@@ -44,6 +45,7 @@ class Case:
     cached: Requests | None = None
     previous: Requests | None = None
     generate: int = 0
+    prefill_chunk: int | None = None
     pp: int = 1
     expert_parallel: bool = True
     all2all_backend: str = "allgather_reducescatter"
@@ -98,6 +100,7 @@ class Case:
         words += ["--tokens" if single else "--requests", self.requests_text]
         words += ["--previous", requests_text(self.previous)] if self.previous is not None else []
         words += ["--generate", str(self.generate)] if self.generate else []
+        words += ["--prefill-chunk", str(self.prefill_chunk)] if self.prefill_chunk is not None else []
         words += ["--pp", str(self.pp)] if self.pp != 1 else []
         words += ["--expert-parallel" if self.expert_parallel else "--no-expert-parallel"]
         return [*words, "--all2all-backend", self.all2all_backend]

@@ -75,6 +75,8 @@ def check_rows(case: Case, config: ModelConfig, steps: tuple[Step, ...]) -> None
         raise UsageError(f"--graph-sizes {','.join(map(str, case.graph_sizes))} must be ascending, from 1 on")
     if case.generate < 0:
         raise UsageError(f"--generate must be 0 or more, not {case.generate}")
+    if case.prefill_chunk is not None and case.prefill_chunk < 1:
+        raise UsageError(f"--prefill-chunk must be 1 or more, not {case.prefill_chunk}")
     _check_drafts(case, config)
     limit = config.max_position_embeddings
     if over := [(new, held) for new, held in _each_request(case) if new + held > limit]:

@@ -96,7 +96,7 @@ def _turns(plan: Plan, reports: Sequence[dict[str, Any]], step: int) -> Iterator
         report = logs.get(dp_rank * plan.case.tp, {})
         reference, candidate = (_speeches(plan, dp_rank, step, report.get(name, {})) for name, _ in plan.sides)
         before = _speeches(plan, dp_rank, step - 1, report.get("reference", {})) if step > plan.own_step else {}
-        for part in plan.steps[step].parts[dp_rank]:
+        for part in (part for part in plan.steps[step].parts[dp_rank] if not part.goes_on):
             drafted = before[part.request].drafted if part.request in before else ()
             first = part.end - (part.drafts or 0)  # the position of the first token that is sampled
             turn = step - plan.own_step, dp_rank, part.request, first, drafted[: part.drafts or 0]

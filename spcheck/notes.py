@@ -39,6 +39,12 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "no captured size adds a row: --graph-sizes changes nothing"
     if case.all2all_backend != "allgather_reducescatter" and not any(s.sharded or case.dp > 1 for s in sides):
         yield f"no row is dispatched: --all2all-backend {case.all2all_backend} changes nothing"
+    if case.prefill_chunk is not None:
+        longest = max(n for here in case.requests for n in here)
+        if longest <= case.prefill_chunk:
+            yield f"no prompt is longer: --prefill-chunk {case.prefill_chunk} changes nothing"
+        elif -(-longest // case.prefill_chunk) - 1 > case.generate:
+            yield f"--generate {case.generate} ends before a prompt of {longest} new tokens is whole"
     used = {adapter for dp_rank in range(case.dp) for adapter in plan.adapters(dp_rank)} - {NO_ADAPTER}
     if case.lora_adapters and (unused := sorted(set(range(case.lora_adapters)) - used)):
         yield f"no request uses LoRA adapter{'s' if len(unused) > 1 else ''} {', '.join(map(str, unused))}"

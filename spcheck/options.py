@@ -120,6 +120,8 @@ _OPTIONS = [
                  help="Requests of a step before, through the same buffers; it is compared as well."),
     click.option("--generate", type=int, default=0, show_default=True, metavar="N",
                  help="Greedy steps behind the case's own, each verifying what was drafted before."),
+    click.option("--prefill-chunk", type=int, metavar="N",
+                 help="New tokens of a prompt that one step takes at most; generated steps take the rest."),
     click.option("--pp", type=int, default=1, show_default=True, help="Pipeline-parallel ranks (only 1 is run)."),
     click.option("--expert-parallel/--no-expert-parallel", default=True, show_default=True,
                  help="Whether whole experts are spread over all ranks; else each has channels of all."),

@@ -6,6 +6,7 @@ case are a function of that history, and grow with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -92,14 +93,14 @@ def steps_of(
     """
     steps = [*_prefixes(case, limit), *_previous(case, limit, previous)]
     own = tuple(
-        tuple(Part(i, held, n) for i, (n, held) in enumerate(zip(new, cached, strict=True)))
-        for new, cached in zip(case.requests, case.cached_tokens, strict=True)
+        tuple(_prompt_part(case, d, i, held) for i, held in enumerate(cached))
+        for d, cached in enumerate(case.cached_tokens)
     )
     steps.append(Step("", own, case.mtp_steps, limit))
     own_place = len(steps) - 1
     for number in range(1, case.generate + 1):
         step = steps[-1]
-        parts = tuple(tuple(_next_parts(step, d)) for d in range(case.dp)) if step.is_settled else ()
+        parts = tuple(tuple(_next_parts(case, step, d)) for d in range(case.dp)) if step.is_settled else ()
         if not any(parts):
             break
         known = accepted[number - 1] if number <= len(accepted) else None
@@ -114,7 +115,7 @@ def _prefixes(case: Case, limit: int) -> Iterator[Step]:
             tuple(Part(i, start, min(n - start, PREFILL_ROWS), goes_on=True) for i, n in enumerate(cached) if n > start)
             for cached in case.cached_tokens
         )
-        yield Step("cached prefix", parts, min(case.mtp_steps, 1), limit, probed=False)
+        yield Step("cached prefix", parts, case.mtp_steps, limit, probed=False)
 
 
 def _previous(case: Case, limit: int, previous: Requests | None) -> Iterator[Step]:
@@ -127,13 +128,23 @@ def _previous(case: Case, limit: int, previous: Requests | None) -> Iterator[Ste
     yield Step("previous step", parts, case.mtp_steps, limit)
 
 
-def _next_parts(step: Step, dp_rank: int) -> list[Part]:
-    """Of each request that is below the limit the sampled token and the drafts that still have a position."""
-    made: dict[int, int] = {}
-    for draft in range(step.draft_steps):
-        for part in step.draft_parts(draft)[dp_rank]:
-            made[part.request] = made.get(part.request, 0) + 1
-    ends = [(part.request, part.end) for part in step.kept[dp_rank] if part.end < step.limit]
-    drafts = [min(made.get(request, 0), step.limit - 1 - end) for request, end in ends]
-    verifies = step.draft_steps > 0
-    return [Part(request, end, 1 + n, n if verifies else None) for (request, end), n in zip(ends, drafts, strict=True)]
+def _prompt_part(case: Case, dp_rank: int, request: int, start: int) -> Part:
+    """The new tokens of a prompt from a position on, or as many of them as one step takes."""
+    end = case.cached_tokens[dp_rank][request] + case.requests[dp_rank][request]
+    rows = min(end - start, case.prefill_chunk or end)
+    return Part(request, start, rows, goes_on=start + rows < end)
+
+
+def _next_parts(case: Case, step: Step, dp_rank: int) -> list[Part]:
+    """What follows of each request: the rest of its prompt, or the sampled token and the drafts that have a position.
+
+    What was drafted behind a part of a prompt is dropped. Behind a step that drafts every part verifies, if nothing.
+    """
+    made = Counter(p.request for draft in range(step.draft_steps) for p in step.draft_parts(draft)[dp_rank])
+    parts = []
+    for part in (part for part in step.kept[dp_rank] if part.end < step.limit):
+        drafts = 0 if part.goes_on else min(made[part.request], step.limit - 1 - part.end)
+        prompt = _prompt_part(case, dp_rank, part.request, part.end)
+        follows = prompt if part.goes_on else Part(part.request, part.end, 1 + drafts)
+        parts.append(replace(follows, drafts=drafts if step.draft_steps else None))
+    return parts

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepdiff import DeepDiff
+from deepdiff.helper import notpresent
 
 from spcheck.contracts.collectives import Expected, expected_collectives
 from spcheck.contracts.rows import expected_rows, phase_of_probe
@@ -109,7 +110,8 @@ def _wrong_caches(plan: Plan, subject: str, rank: int, held: dict[str, list[int]
         for change in item:
             name, *request = change.path(output_format="list")
             where = f"request {request[0]}" if request else "all requests"
-            message = f"{name}: {change.t2} positions held for {where} on rank {rank}, {change.t1} expected"
+            held_, wanted_ = (0 if x is notpresent else x for x in (change.t2, change.t1))
+            message = f"{name}: {held_} positions held for {where} on rank {rank}, {wanted_} expected"
             breaches.append(Breach("rows", message, subject, name, 0, rank))
     return breaches
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,13 +15,20 @@ def generation_lines(generation: Generation | None) -> Iterator[str]:
     if generation is None:
         return
     turns = generation.turns
-    differing = sum(not turn.alike for turn in turns)
     requests = len({(turn.dp, turn.request) for turn in turns})
     of = f"of {requests} request{'s' if requests > 1 else ''}"
     steps = f"{generation.steps} step{'s' if generation.steps != 1 else ''}"
-    state = "both sides alike" if not differing else f"{differing} of {len(turns)} turns DIFFER"
-    yield f"generated    {generation.tokens} tokens {of}, {steps} after the first; {state}"
+    yield f"generated    {generation.tokens} tokens {of}, {steps} after the first; {_state(turns)}"
     yield from _drafts(generation)
+
+
+def _state(turns: Sequence[Turn]) -> str:
+    compared = [turn for turn in turns if turn.reference and turn.candidate]
+    differing = sum(not turn.alike for turn in compared)
+    words = [f"{differing} of {len(turns)} turns DIFFER"] if differing else []
+    if len(compared) < len(turns):  # the run broke off
+        words.append(f"{len(turns) - len(compared)} of {len(turns)} turns not reached by both")
+    return ", ".join(words) or "both sides alike"
 
 
 def _drafts(generation: Generation) -> Iterator[str]:

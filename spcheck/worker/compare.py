@@ -214,16 +214,24 @@ def _agreed(reference: Mapping[str, Tap], candidate: Mapping[str, Tap]) -> dict[
 def _paired_columns(tap: Tap, e: Tensor, a: Tensor, e_ids: Values, a_ids: Values) -> tuple[Tensor, Tensor]:
     """Both sides [rows, width] with the same thing in each column; by id where a tap says so."""
     if tap.ids:
-        e, a = _by_id(e, e_ids.get(tap.ids)), _by_id(a, a_ids.get(tap.ids))
+        width = max(e.shape[-1], a.shape[-1])
+        e, a = _by_id(e, e_ids.get(tap.ids), width, tap.fill), _by_id(a, a_ids.get(tap.ids), width, tap.fill)
     elif tap.kind in ("scores", "keys") and e.shape[-1] != a.shape[-1]:
         width = max(e.shape[-1], a.shape[-1])
         e, a = (F.pad(x, (0, width - x.shape[-1]), value=tap.fill) for x in (e, a))
     return (e.flatten(1), a.flatten(1)) if e.ndim > 2 or a.ndim > 2 else (e, a)
 
 
-def _by_id(values: Tensor, ids: Tensor | None) -> Tensor:
-    """Values [rows, (heads,) k] in the order of their ids [rows, k]; as they are where the ids do not fit."""
+def _by_id(values: Tensor, ids: Tensor | None, width: int, fill: float) -> Tensor:
+    """Values [rows, (heads,) k] in the order of their ids [rows, k], with as many empty places as make up the width.
+
+    As they are where the ids do not fit.
+    """
     if ids is None or (ids.shape[0], ids.shape[-1]) != (values.shape[0], values.shape[-1]):
         return values
+    values, ids = (
+        F.pad(values, (0, width - ids.shape[-1]), value=fill),
+        F.pad(ids, (0, width - ids.shape[-1]), value=-1),
+    )
     order = ids.long().argsort(dim=1)
     return values.gather(-1, order if values.ndim == 2 else order.unsqueeze(1).expand_as(values))

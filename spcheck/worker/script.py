@@ -67,7 +67,8 @@ class Script:
             drafts = self._verifying(step, dp_rank, part)
             rows = list(islice(sampled, 1 + len(drafts)))
             count = next((i for i, draft in enumerate(drafts) if draft != rows[i]), len(drafts))
-            self._texts[dp_rank][part.request] += [*drafts[:count], rows[count]]
+            if not part.goes_on:  # else the prompt says what comes next
+                self._texts[dp_rank][part.request] += [*drafts[:count], rows[count]]
             counts.append(count)
         return tuple(counts)
 

@@ -130,7 +130,8 @@ class Side:
         requests = range(len(self._plan.prompts(self._place.dp_rank)))
         for name, state in caches.items():
             held = [state[r] for r in requests if r in state]
-            self.log["cached"][name] = [len(state.get(r, ())) for r in requests]
+            strangers = sorted(set(state) - set(requests))  # a finding: nobody asked for them
+            self.log["cached"][name] = [len(state.get(r, ())) for r in (*requests, *strangers)]
             phase = self._plan.cache_phase(name, self._place.dp_rank)
             if held and phase.real and phase in phases:
                 pieces[phases.index(phase)].append(Piece(name, torch.cat(held)))

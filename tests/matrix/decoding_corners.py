@@ -18,6 +18,29 @@ _THREE = ((1, 40), (1, 3), (1, 17))
 _MANY = tuple((1 + (i % 5 == 0) * (i % 3), (i * 7) % 20 + 1) for i in range(64))
 
 DECODING_CORNERS = {
+    # A prompt is fed in three pieces beside requests whose drafts are verified; so are drafts that nobody asked for.
+    "pieces of a prompt beside verification": _case(
+        "full-sp",
+        2,
+        (((9, 0), (1, 40), (2, 0)), ((5, 3),)),
+        prefill_chunk=4,
+        mtp_steps=3,
+        config={"num_nextn_predict_layers": 2},
+    ),
+    # Without drafts, and with an idle rank; the last piece is one token.
+    "pieces of a prompt, plain greedy": _case("moe-sp", 2, (((7, 2), (1, 1)), ()), prefill_chunk=3, mtp_steps=0),
+    # The request that goes on drafting is not the first one of the batch.
+    "the first request stops drafting": _case(
+        "tp", 1, (((3, 3), (1, 2)),), mtp_steps=4, config={"vocab_size": 250, "max_position_embeddings": 7}
+    ),
+    # Two ranks of other row counts, and a fixed size that a step fills just: it runs a graph all the same.
+    "a step that fills its graph": _case("tp", 1, (((2, 0),), ((2, 0), (2, 0))), pad_to=4, mtp_steps=3),
+    # Draft steps of one and of two rows: the ranks agree on two, as both run captured graphs.
+    "draft steps agree on the larger graph": _case(
+        "tp", 1, (((1, 0),), ((1, 0), (2, 0))), graph_sizes=(1, 2, 4), mtp_steps=3
+    ),
+    # The last request has the fewest keys, the first more than are chosen: top-k must run for all.
+    "scored for the sake of one request": _case("full-sp", 2, (((1, 9), (1, 0)),), config={"index_topk": 4}),
     # Three of four shards hold only a row that SP added; when two drafts are verified one still does.
     "one decode row on four ranks": _case("full-sp", 4, (((1, 40),),), mtp_steps=3),
     # The same where rows become shards and whole again inside a layer.

@@ -66,6 +66,7 @@ def cases(draw):
         requests=requests,
         cached=cached,
         generate=draw(st.integers(0, 2)),
+        prefill_chunk=draw(st.none() | st.integers(1, 9)),
         overrides=tuple(draw(overrides(longest)).items()),
         tp=tp,
         previous=previous,

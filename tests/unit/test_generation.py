@@ -1,6 +1,7 @@
 """What a run generated: turns, accepted drafts by position, tokens that differ and do not end the comparison."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_nothing_verified_has_no_mean_and_no_line():
     assert generation.mean_accepted_length is None
     assert len(list(generation_lines(generation))) == 1
     assert list(generation_lines(None)) == []
+
+
+def test_a_turn_that_one_side_did_not_come_to_is_not_alike():
+    here = turn((1,), 0, [2, 3])
+    lines = list(generation_lines(Generation((here, replace(here, candidate=None)))))
+    assert lines[0].endswith("; 1 of 2 turns not reached by both")
+    other = replace(here, candidate=Speech((3, 3), 0, ()))
+    assert next(generation_lines(Generation((here, other)))).endswith("; 1 of 2 turns DIFFER")
 
 
 def test_turns_tell_what_a_run_did():

@@ -42,6 +42,7 @@ def case(**options):
         ({"requests": ((3,),), "cached": ((-1,),)}, "a request cannot hold -1 cached tokens (--requests 3@-1)"),
         ({"requests": ((3, 1),), "cached": ((1,),)}, "cached tokens are given for [1] requests"),
         ({"requests": ((3,),), "previous": ((5000,),)}, "5000 positions are more than max_position_embeddings 4096"),
+        ({"prefill_chunk": 0}, "--prefill-chunk must be 1 or more, not 0"),
         ({"generate": -1}, "--generate must be 0 or more, not -1"),
         ({"generate": 10**7}, "10000000 is more than spcheck counts to"),
         ({"scheme": "full-sp", "tp": 1}, "--scheme full-sp cannot be: tp is 1"),
@@ -169,7 +170,7 @@ def test_a_step_that_verifies_leaves_rejected_drafts_in_the_main_layers_alone():
 def test_cached_tokens_come_in_a_step_of_their_own_that_is_not_compared():
     plan = make_plan(case(requests=((1, 5), (2,)), cached=((40, 0), (3,)), mtp_steps=2))
     prefix, own = plan.steps
-    assert (rows_of(prefix), prefix.probed, prefix.draft_steps) == ([[40], [3]], False, 1)
+    assert (rows_of(prefix), prefix.probed, prefix.draft_steps) == ([[40], [3]], False, 2)
     assert [[(p.request, p.start, p.rows) for p in here] for here in own.parts] == [
         [(0, 40, 1), (1, 0, 5)],
         [(0, 3, 2)],

@@ -35,7 +35,7 @@ def test_a_longer_request_starts_with_the_tokens_of_a_shorter_one():
 def test_a_cached_prefix_is_followed_by_the_first_new_token():
     s = script(requests=((2, 3),), cached=((4, 0),))
     (first, _) = token_ids(s.plan)
-    target, _, own, *_ = s.plan.phases[0]
+    target, _, _, own, *_ = s.plan.phases[0]
     assert fed(s, target) == [(0, 0, first[:4], None, first[4])]
     assert fed(s, own)[0] == (0, 4, first[4:], None, None)
 
@@ -66,6 +66,21 @@ def test_a_draft_that_is_right_behind_one_that_is_wrong_is_rejected():
         s.hear(forward, [tokens])
     s.hear(forwards(s)[3], [[0, 71, 5]])
     assert s.plan.accepted == (((0,),),)
+
+
+def test_a_prompt_in_pieces_goes_on_beside_drafts_that_are_verified():
+    s = script(requests=((5, 1),), prefill_chunk=2, generate=2, mtp_steps=1)
+    long, short = token_ids(s.plan)
+    target, draft = forwards(s)
+    assert fed(s, target[0]) == [(0, 0, long[:2], None, long[2]), (1, 0, short, None, None)]
+    s.hear(target, [[7, 8]])
+    s.hear(draft, [[70, 80]])
+    verify = forwards(s)[2]
+    assert fed(s, verify[0]) == [(0, 2, long[2:4], 0, long[4]), (1, 1, [8, 80], 1, None)]
+    s.hear(verify, [[9, 80, 81]])
+    assert s.plan.accepted == (((0, 1),),)
+    s.hear(forwards(s)[3], [[90, 91]])
+    assert fed(s, forwards(s)[4][0]) == [(0, 4, long[4:], 0, None), (1, 3, [81, 91], 1, None)]
 
 
 def test_without_drafts_every_step_feeds_the_token_before():
