@@ -31,11 +31,11 @@ class Case:
     none. ``previous`` are the requests of a step that runs before, through the same buffers. ``generate`` steps follow
     the case's own, each with the tokens that the one before sampled and drafted; with ``prefill_chunk`` a step takes at
     most so many new tokens of a prompt, and those that follow take the rest. ``pad_to`` is the row count the target
-    step and draft step 0 are padded to, unless they have more; with ``graph_sizes`` every forward is padded to the
-    smallest that holds it. ``overrides`` are config keys set by the user, in order. ``reference`` and ``candidate`` are
-    a subject's name, and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of
-    each data-parallel rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter
-    ``i mod (lora_adapters + 1)``, the last of which is none.
+    step and draft step 0 are padded to; one that verifies drafts or prefills cached tokens may have more. With
+    ``graph_sizes`` every forward is padded to the smallest that holds it. ``overrides`` are config keys set by the
+    user, in order. ``reference`` and ``candidate`` are a subject's name, and behind a colon its scheme.
+    ``reference_world`` is 1 for a reference that the first rank of each data-parallel rank runs alone; None: as many
+    ranks as the candidate has. Request ``i`` uses adapter ``i mod (lora_adapters + 1)``, the last of which is none.
     """
 
     requests: Requests

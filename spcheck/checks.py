@@ -97,6 +97,9 @@ def _check_drafts(case: Case, config: ModelConfig) -> None:
         raise UsageError(f"--mtp-steps must be 0 or more, not {case.mtp_steps}")
     if case.mtp_steps and not config.num_nextn_predict_layers:
         raise UsageError(f"--mtp-steps {case.mtp_steps} needs an MTP layer and {case.model} has none")
+    if case.mtp_steps > config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise UsageError(f"--mtp-steps {case.mtp_steps} is more than max_position_embeddings {limit}")
     if len(set(case.aux_layers)) < len(case.aux_layers):
         raise UsageError(f"--aux-layers {','.join(map(str, case.aux_layers))} names a layer twice")
     if bad := [i for i in case.aux_layers if not 0 <= i <= config.num_hidden_layers]:

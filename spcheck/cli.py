@@ -80,6 +80,7 @@ def diff(json_target: str | None, verbose: bool, quiet: bool, collectives: bool,
       spcheck diff --tp 2 --tokens 17
       spcheck diff --tp 4 --requests 5,1,11 --mtp-steps 3 --aux-layers 0,2,5
       spcheck diff --tp 2 --requests 5,1/11/- --all2all-backend all_to_all
+      spcheck diff --tp 2 --requests 1@40,5,3@12 --mtp-steps 3 --generate 4
       spcheck diff --tp 2 --tokens 17 --set index_topk=4 --set topk_group=1
 
     \b

@@ -53,9 +53,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Generation:
-    """All turns in order."""
+    """All turns in order; ``asked`` is the number of steps behind the case's own that it wants."""
 
     turns: tuple[Turn, ...]
+    asked: int
 
     @property
     def steps(self) -> int:
@@ -87,7 +88,7 @@ def generation_of(plan: Plan, reports: Sequence[dict[str, Any]]) -> Generation |
     if not plan.case.generate:
         return None
     steps = range(plan.own_step, len(plan.steps))
-    return Generation(tuple(turn for step in steps for turn in _turns(plan, reports, step)))
+    return Generation(tuple(turn for step in steps for turn in _turns(plan, reports, step)), plan.case.generate)
 
 
 def _turns(plan: Plan, reports: Sequence[dict[str, Any]], step: int) -> Iterator[Turn]:

@@ -143,10 +143,10 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
         }
     if d["rows_over"]:
         result.ranks_over = sorted({*result.ranks_over, rank})
-        result.note = result.note or d["note"]
         result.ratio = d["ratio"]
         first = {**row.get("first", _NOWHERE), "rank": rank}
-        result.first = min((f for f in (result.first, first) if f), key=_place)
+        if result.first is None or _place(first) < _place(result.first):
+            result.first, result.note = first, d["note"] or result.note
 
 
 def _added(counts: ChoiceCounts, c: dict[str, Any]) -> ChoiceCounts:

@@ -114,12 +114,13 @@ _OPTIONS = [
     click.option("--dp", type=int, help="Data-parallel ranks; as many as --requests has parts."),
     click.option("--tokens", type=int, help="One request of this many new tokens, on every data-parallel rank."),
     click.option("--requests", callback=_requests_and_cached, metavar="N@C,N/N/-",
-                 help="New tokens of each request, behind an @ those it holds before (1@40 decodes); slashes part "
-                      "data-parallel ranks, - is an idle one."),
+                 help="N new and C cached tokens of each request (1@40 decodes one); slashes part data-parallel ranks, - "
+                      "is an idle one."),
     click.option("--previous", callback=_requests, metavar="N,N/N/-",
                  help="Requests of a step before, through the same buffers; it is compared as well."),
     click.option("--generate", type=int, default=0, show_default=True, metavar="N",
-                 help="Greedy steps behind the case's own, each verifying what was drafted before."),
+                 help="Greedy steps after the case's own, each verifying what was drafted before; a request ends at "
+                      "the model's limit."),
     click.option("--prefill-chunk", type=int, metavar="N",
                  help="New tokens of a prompt that one step takes at most; generated steps take the rest."),
     click.option("--pp", type=int, default=1, show_default=True, help="Pipeline-parallel ranks (only 1 is run)."),
@@ -163,7 +164,7 @@ _OPTIONS = [
     click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
                  help="What joins the ranks."),
     click.option("--timeout", type=float, default=60.0, show_default=True,
-                 help="Seconds until a run counts as hung."),
+                 help="Seconds that one step may take: a run in which no rank begins another one counts as hung."),
 ]  # fmt: skip
 
 

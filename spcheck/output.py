@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
 import stat
@@ -136,11 +135,13 @@ def width() -> int:
 def progress(steps: int, *, quiet: bool = False) -> Iterator[Progress]:
     """One line on stderr that is rewritten at each of so many steps, on a terminal only."""
     shown = _is_terminal(sys.stderr) and not quiet
-    count = itertools.count(1)
+    number = 0
 
-    def say(text: str) -> None:
+    def say(text: str, *, again: bool = False) -> None:
+        nonlocal number
+        number += not again
         if shown:
-            echo(f"\r\033[K[{next(count)}/{steps}] {text} ...", err=True)
+            echo(f"\r\033[K[{number}/{steps}] {text} ...", err=True)
 
     try:
         yield say

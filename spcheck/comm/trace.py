@@ -27,8 +27,8 @@ RING = 1024  # collectives kept: more than two forwards of a model of 61 layers
 _SLOT = 256  # bytes of one entry; a longer module name loses its end
 _HEADER = struct.Struct("<HI")  # length and checksum of the text behind it
 _COUNT = struct.Struct("<Q")
-_WHERE, _MODULE, _PROBE, _ENTERED, _LEFT, _THREAD = (_SLOT * i for i in range(6))
-_FIRST = 6 * _SLOT
+_WHERE, _MODULE, _PROBE, _ENTERED, _LEFT, _THREAD, _STEPS = (_SLOT * i for i in range(7))
+_FIRST = 7 * _SLOT
 _PAGE = 1 << 16  # the largest page there is: a mapping can begin at no other place
 SIZE = -(-(_FIRST + RING * _SLOT) // _PAGE) * _PAGE
 """Bytes of one trace; in a file, traces stand one after the other."""
@@ -68,6 +68,18 @@ class Trace:
         self._place = f"{subject}{_SEPARATOR}{step}"
         self._put(_WHERE, self._place)
         self._put(_MODULE, "")
+        self._memory[_STEPS : _STEPS + 8] = _COUNT.pack(self.steps + 1)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the rank has begun."""
+        return int(_COUNT.unpack_from(self._memory, _STEPS)[0])
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The subject and the step that the rank is in, as :meth:`begin` was told them."""
+        subject, _, step = self._get(_WHERE).partition(_SEPARATOR)
+        return subject, step
 
     @property
     def subject(self) -> str:
@@ -122,7 +134,7 @@ class Trace:
 
         ``waits`` says whether the rank is in the last of ``collectives``; ``began`` whether it got as far as a step.
         """
-        subject, _, step = self._get(_WHERE).partition(_SEPARATOR)
+        subject, step = self.place
         entered, left = self._counts()
         return {
             "began": bool(step),

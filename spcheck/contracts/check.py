@@ -103,10 +103,9 @@ def _rows(counts: list[int]) -> str:
 def _wrong_caches(plan: Plan, subject: str, rank: int, held: dict[str, list[int]]) -> list[Breach]:
     dp_rank = plan.place(rank).dp_rank
     phases = {name: plan.cache_phase(name, dp_rank) for name in held}
-    wanted = {name: _held(phase, len(plan.prompts(dp_rank))) for name, phase in phases.items() if phase.real}
-    actual = {name: held[name] for name in wanted}
+    wanted = {name: _held(phase, len(plan.prompts(dp_rank))) for name, phase in phases.items()}
     breaches = []
-    for item in DeepDiff(wanted, actual, view="tree", verbose_level=2).values():
+    for item in DeepDiff(wanted, held, view="tree", verbose_level=2).values():
         for change in item:
             name, *request = change.path(output_format="list")
             where = f"request {request[0]}" if request else "all requests"

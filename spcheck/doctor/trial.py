@@ -82,12 +82,16 @@ def _why_no_nccl(torch: Torch) -> str | None:
     return None if torch.gpus else "it needs one GPU per rank, and torch finds none"
 
 
+def _silent(text: str, *, again: bool = False) -> None:
+    """Of the trials' own steps nothing is said."""
+
+
 def attempt(name: str, ranks: int) -> Backend:
     """Runs the case."""
     start = time.monotonic()
     case = Case(requests=((_TOKENS,),), tp=ranks, backend=name)
     try:
-        log = run_case(case, lambda _: None)
+        log = run_case(case, _silent)
         verdict = conclude(make_plan(case), log.reports, log.environment, log.failure).verdict
     except SpcheckError as error:
         return Backend(name, ranks, outcome="FAILED", problem=str(error), seconds=time.monotonic() - start)

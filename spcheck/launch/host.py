@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from spcheck.launch.lifetime import die_with_parent
+from spcheck.launch.patience import earlier
 from spcheck.launch.stacks import StackFile
 
 
@@ -56,11 +57,12 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
     _say(channel, {"event": "ready", "environment": _environment(torch.__version__, backend)})
     threads = backend == "loopback"
     deadline, traces = request["deadline"], request["traces"]
+    patience = earlier(plan.case.timeout)
     if threads:
         StackFile(sys.stderr).answer_here()
-        reports = run_threads(plan, deadline=deadline, traces=traces)
+        reports = run_threads(plan, deadline=deadline, traces=traces, patience=patience)
     else:
-        reports = run_processes(plan, backend, Path(request["store"]), deadline, traces)
+        reports = run_processes(plan, backend, Path(request["store"]), deadline, traces, patience)
     _say(channel, {"event": "done", "reports": reports})
 
 

@@ -13,21 +13,29 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import spcheck
 from spcheck.case import Case
+from spcheck.comm.trace import Trace
 from spcheck.errors import HostFailed, UsageError
 from spcheck.failure import failure_sentence, internal_error
 from spcheck.launch.examine import examine, trace_file
 from spcheck.launch.files import meeting_place, nameless_file
+from spcheck.launch.patience import Patience, earlier
 from spcheck.launch.stacks import StackFile
 
 __all__ = ["Progress", "RunLog", "failure_sentence", "run_case"]
 
-Progress = Callable[[str], None]
 
-_LEAD = 2.0  # seconds
+class Progress(Protocol):
+    """Takes a short text at each step; ``again``: the step is still the same one."""
+
+    def __call__(self, text: str, *, again: bool = False) -> None:
+        """Says it."""
+
+
+_TICK = 0.25  # seconds between two looks at how far the ranks are
 _LAST_MOMENT = 5.0  # seconds between a closed channel and the end of the process behind it
 
 
@@ -55,13 +63,15 @@ def run_case(case: Case, progress: Progress) -> RunLog:
         _host((*handles, traces)) as (host, errors),
     ):
         progress("starting ranks")
-        request = {"case": case.to_json(), "store": str(store), "deadline": deadline - _lead(case.timeout)}
+        began = deadline - case.timeout
+        request = {"case": case.to_json(), "store": str(store), "deadline": began + earlier(case.timeout)}
         request["traces"] = traces
         assert host.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: what it said is read below
             host.stdin.write(json.dumps(request).encode() + b"\n")
             host.stdin.close()
-        log = _listen(host, errors, case, deadline, progress)
+        seen = [Trace(traces, rank) for rank in range(case.ranks)]
+        log = _listen(host, errors, case, Patience(deadline, case.timeout, seen), _Teller(progress, seen[0]))
         if log.failure is not None and not log.reports:
             _examine(log, host, errors, case, traces)
         return log
@@ -75,16 +85,33 @@ def _check_folder() -> None:
         raise UsageError(f"the current folder cannot be used: {error.strerror}") from error
 
 
-def _lead(timeout: float) -> float:
-    """How much earlier than the parent the host stops waiting: it has stacks to collect, and a report to send."""
-    return min(0.1 * timeout, _LEAD)
+class _Teller:
+    """Says what runs, and which step of it the first rank is in."""
+
+    def __init__(self, progress: Progress, trace: Trace) -> None:
+        self._progress = progress
+        self._trace = trace
+        self._running = ""
+        self._said = ""
+
+    def runs(self, text: str) -> None:
+        """The ranks have started."""
+        self._running = text
+        self._progress(text)
+
+    def look(self) -> None:
+        """Says the step, if it is another one than before."""
+        subject, step = self._trace.place
+        if self._running and subject and step != self._said:
+            self._said = step
+            self._progress(f"{self._running}: {subject.partition('.')[0]}, {step}", again=True)
 
 
 def _listen(
-    host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, deadline: float, progress: Progress
+    host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, patience: Patience, teller: _Teller
 ) -> RunLog:
     log = RunLog()
-    for message in _messages(host, deadline):
+    for message in _messages(host, patience, teller.look):
         if message is None:
             log.failure = f"{_limit(case)}: a rank hangs, or --timeout is too short"
             return log
@@ -95,7 +122,8 @@ def _listen(
             raise HostFailed(f"the host process broke: {last}", message["traceback"])
         if message["event"] == "ready":
             log.environment = message["environment"]
-            progress(f"running {case.ranks} rank{'s' if case.ranks > 1 else ''} on {log.environment['backend']}")
+            ranks = f"{case.ranks} rank{'s' if case.ranks > 1 else ''}"
+            teller.runs(f"running {ranks} on {log.environment['backend']}")
         else:
             log.reports = message["reports"]
             if internal := internal_error(log.reports):
@@ -130,14 +158,19 @@ def _ending(host: subprocess.Popen[bytes]) -> str:
         return "goes on with its channel closed"
 
 
-def _messages(host: subprocess.Popen[bytes], deadline: float) -> Iterator[dict[str, Any] | None]:
-    """The host's messages, then the end; None once the ``deadline`` has passed."""
+def _messages(
+    host: subprocess.Popen[bytes], patience: Patience, look: Callable[[], None]
+) -> Iterator[dict[str, Any] | None]:
+    """The host's messages, then the end; None once there is no patience left."""
     assert host.stdout is not None
     data = b""
     with DefaultSelector() as selector:
         selector.register(host.stdout, EVENT_READ)
         while True:
-            if not selector.select(max(deadline - time.monotonic(), 0.0)):
+            if not selector.select(min(patience.left(), _TICK)):
+                look()
+                if patience.left():
+                    continue
                 yield None
                 return
             chunk = os.read(host.stdout.fileno(), 1 << 16)

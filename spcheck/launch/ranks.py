@@ -18,22 +18,29 @@ from spcheck.comm.interface import World
 from spcheck.comm.loopback import run_loopback
 from spcheck.comm.trace import Trace
 from spcheck.launch.lifetime import die_with_parent
+from spcheck.launch.patience import Patience
 from spcheck.launch.reports import Child, Report, collect, overdue
 from spcheck.launch.stacks import StackFile, thread_stack
 from spcheck.plan import Plan
 from spcheck.worker.built import EnginePool
 from spcheck.worker.pair import run_rank
 
+_TICK = 0.25  # seconds between two looks at how far threads are
 _LATER = 60.0  # seconds behind the host's deadline: a backend must not give up before the host has looked at all ranks
 
 
 def run_threads(
-    plan: Plan, pool: EnginePool | None = None, deadline: float | None = None, traces: int = -1
+    plan: Plan,
+    pool: EnginePool | None = None,
+    deadline: float | None = None,
+    traces: int = -1,
+    patience: float | None = None,
 ) -> list[Report]:
     """The case on the loopback backend, in this process; ``traces`` is a file that others can read them in.
 
     Engines that the ``pool`` has are used again. With a ``deadline`` (of ``time.monotonic``) threads that have not
-    ended by then are reported and left behind: no thread can be killed, so the caller has to end the process.
+    ended by then are reported and left behind: no thread can be killed, so the caller has to end the process. With
+    ``patience``, in seconds, it moves on with every step that a rank begins.
     """
     ranks = _Threads(plan, traces, pool)
     if deadline is None:
@@ -42,7 +49,9 @@ def run_threads(
         # Not the main thread's own work: it must be able to look at the ranks while they hang.
         runner = Thread(target=ranks.run, name="all ranks", daemon=True)
         runner.start()
-        runner.join(max(deadline - time.monotonic(), 0.0))
+        waiting = Patience(deadline, patience, ranks.traces)
+        while runner.is_alive() and (left := waiting.left()):
+            runner.join(min(left, _TICK))
         if runner.is_alive():
             ranks.give_up()
     return _with_traces(ranks.reports, ranks.traces)
@@ -87,11 +96,17 @@ class _Threads:
 
 
 def run_processes(
-    plan: Plan, backend: str, store: Path, deadline: float | None = None, traces: int = -1
+    plan: Plan,
+    backend: str,
+    store: Path,
+    deadline: float | None = None,
+    traces: int = -1,
+    patience: float | None = None,
 ) -> list[Report]:
     """The case on ``gloo`` or ``nccl``, one forked process per rank, which meet in ``store``.
 
-    Ranks that have not ended by the ``deadline`` (of ``time.monotonic``) are reported and killed. No tensor may exist
+    Ranks that have not ended by the ``deadline`` (of ``time.monotonic``), which moves on as in :func:`run_threads`, are
+    reported and killed. No tensor may exist
     in this process: a fork after the first operation can inherit a locked thread pool.
     """
     children: list[Child] = []
@@ -104,7 +119,9 @@ def run_processes(
             _Rank(plan, backend, rank, trace).live(store, stack, send, deadline)
         os.close(send)
         children.append(Child(rank, child, os.fdopen(receive, "rb"), trace, stack))
-    return _with_traces(collect(children, deadline, _limit(plan), plan.case.tp), [child.trace for child in children])
+    seen = [child.trace for child in children]
+    waiting = None if deadline is None else Patience(deadline, patience, seen)
+    return _with_traces(collect(children, waiting, _limit(plan), plan.case.tp), seen)
 
 
 class _Rank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 
 from spcheck.comm.trace import Trace
 from spcheck.contracts.divergence import find_divergence
+from spcheck.launch.patience import Patience
 from spcheck.launch.stacks import StackFile
 
 Report = dict[str, Any]
@@ -41,14 +43,14 @@ class Child:
         return json.loads(line) if end else None
 
 
-def collect(children: Sequence[Child], deadline: float | None, limit: str, tp: int | None = None) -> list[Report]:
-    """One report per rank, in rank order; ``limit`` says what a rank that is alive at the deadline has exceeded.
+def collect(children: Sequence[Child], patience: Patience | None, limit: str, tp: int | None = None) -> list[Report]:
+    """One report per rank, in rank order; ``limit`` says what a rank that is alive without patience has exceeded.
 
     ``tp`` of them are a data-parallel rank.
 
     After the first failure the others get a moment to notice. No child is left, whatever happens.
     """
-    collector = _Collector(children, deadline, limit, tp)
+    collector = _Collector(children, patience, limit, tp)
     try:
         return collector.collect()
     finally:
@@ -62,13 +64,14 @@ def overdue(trace: Mapping[str, Any], why: str, *, stopped: bool = False, stack:
 
 
 class _Collector:
-    def __init__(self, children: Sequence[Child], deadline: float | None, limit: str, tp: int | None) -> None:
+    def __init__(self, children: Sequence[Child], patience: Patience | None, limit: str, tp: int | None) -> None:
         self._children = children
         self._open = {child.rank: child for child in children}
         self._reports: dict[int, Report] = {}
         self._traces: dict[int, Report] = {}
         self._errors: dict[int, Report] = {}  # of ranks that were ended by the host
-        self._deadline = deadline
+        self._patience = patience
+        self._deadline: float | None = None  # once something has failed, or ranks were killed
         self._limit = limit
         self._tp = tp
         self._failed = False
@@ -92,8 +95,7 @@ class _Collector:
             os.waitpid(child.process, 0)
 
     def _read_some(self) -> None:
-        left = _TICK if self._deadline is None else min(max(self._deadline - time.monotonic(), 0.0), _TICK)
-        ready = self._selector.select(left)
+        ready = self._selector.select(min(self._left(), _TICK))
         if not ready:
             self._look()
         for key, _ in ready:
@@ -102,8 +104,14 @@ class _Collector:
             if not chunk:
                 self._end(key.data)
 
+    def _left(self) -> float:
+        """Seconds that the ranks still have."""
+        if self._deadline is None:
+            return math.inf if self._patience is None else self._patience.left()
+        return max(self._deadline - time.monotonic(), 0.0)
+
     def _look(self) -> None:
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if not self._left():
             self._out_of_time()
         elif not self._failed and not self._errors and self._wait_without_end():
             self._limit = "the ranks wait for different collectives"
@@ -135,8 +143,7 @@ class _Collector:
         self._reports[child.rank] = report = self._report_of(child, os.waitstatus_to_exitcode(status))
         if "error" in report and not self._failed and not self._errors:
             self._failed = True
-            grace = time.monotonic() + _GRACE
-            self._deadline = grace if self._deadline is None else min(grace, self._deadline)
+            self._deadline = time.monotonic() + min(_GRACE, self._left())
             self._limit = "ended by the host after another rank's failure"
 
     def _report_of(self, child: Child, code: int) -> Report:

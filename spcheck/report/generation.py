@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from spcheck.generation import Generation, Speech, Turn
 from spcheck.plan import Plan
+
+_WIDTH = 80
 
 
 def generation_lines(generation: Generation | None) -> Iterator[str]:
@@ -18,7 +21,10 @@ def generation_lines(generation: Generation | None) -> Iterator[str]:
     requests = len({(turn.dp, turn.request) for turn in turns})
     of = f"of {requests} request{'s' if requests > 1 else ''}"
     steps = f"{generation.steps} step{'s' if generation.steps != 1 else ''}"
-    yield f"generated    {generation.tokens} tokens {of}, {steps} after the first; {_state(turns)}"
+    tokens = f"{generation.tokens} token{'s' if generation.tokens != 1 else ''}"
+    yield f"generated    {tokens} {of}, {steps} after the first; {_state(turns)}"
+    if generation.steps < generation.asked:
+        yield f"             {generation.asked} steps were asked for, and no request has a position left"
     yield from _drafts(generation)
 
 
@@ -36,19 +42,19 @@ def _drafts(generation: Generation) -> Iterator[str]:
     if not places:
         return
     accepted, verified = (sum(counts) for counts in zip(*places, strict=True))
-    each = ", ".join(f"{a}/{n}" for a, n in places)
-    yield f"drafts       {accepted} accepted of {verified}, by position {each}"
+    text = f"drafts       {accepted} accepted of {verified}, by position {', '.join(f'{a}/{n}' for a, n in places)}"
+    yield from textwrap.wrap(text, _WIDTH, subsequent_indent=" " * 13)
     if accepted:
         yield f"             mean accepted length {generation.mean_accepted_length:.2f}, the model's own token counted"
     else:
-        yield "             no step went on with an accepted draft; --set vocab_size=2 makes them likely"
+        yield "             no step went on with an accepted draft (see README on small vocabularies)"
 
 
 def turn_lines(generation: Generation | None, plan: Plan) -> Iterator[str]:
     """Every request of every step, one line each: what ``--verbose`` adds."""
     if generation is None:
         return
-    yield "tokens of each step | accepted drafts | drafted then"
+    yield "tokens of each step (sampled behind a rejected draft) | accepted drafts | drafted then"
     for turn in generation.turns:
         yield f"{_where(turn, plan):<22} {_words(turn.reference, turn)}"
         if not turn.alike:
@@ -65,8 +71,10 @@ def _words(speech: Speech | None, turn: Turn) -> str:
     if speech is None:
         return "-"
     accepted = f"{speech.accepted} of {len(turn.drafts)}" if speech.accepted is not None else "-"
+    behind = speech.sampled[len(speech.emitted) :]  # a rejected draft: said where the sides differ
+    rejected = f" ({' '.join(map(str, behind))})" if behind and not turn.alike else ""
     drafted = " ".join(map(str, speech.drafted)) or "-"
-    return f"{' '.join(map(str, speech.emitted))} | {accepted} | {drafted}"
+    return f"{' '.join(map(str, speech.emitted))}{rejected} | {accepted} | {drafted}"
 
 
 def generation_json(generation: Generation | None) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from io import StringIO
+from typing import Any
 
 from rich.console import Console, JustifyMethod
 from rich.table import Table
@@ -74,7 +75,8 @@ def to_line(comparison: Comparison) -> str:
     v = comparison.verdict
     line = f"{verdict_line(comparison)}  {_counts(comparison)}"
     if v.first_divergence is not None:
-        line += f", first at {v.first_divergence['probe']}, {_where(comparison, v.first_divergence)}"
+        at = v.first_divergence
+        line += f", first at {_named(comparison, at)}, {_where(comparison, at)}"
     elif v.findings:
         line += f": {v.findings[0].message}"
     return printable(line) + "\n"
@@ -233,7 +235,7 @@ def _verdict(c: Comparison) -> Iterable[str]:
     v = c.verdict
     yield ""
     if v.first_divergence is not None:
-        yield f"diverges at  {escape(v.first_divergence['probe'])}, {_where(c, v.first_divergence)}"
+        yield f"diverges at  {escape(_named(c, v.first_divergence))}, {_where(c, v.first_divergence)}"
         if before := _last_equal(c):
             yield f"equal until  {escape(before)}"
     elif any(r.max_rel for r in c.results):
@@ -252,6 +254,14 @@ def _largest(c: Comparison) -> Iterable[str]:
     yield f"             {place(w, c.plan)}, row {w.get('row')} of its shard, channel {w.get('channel')}"
 
 
+def _named(c: Comparison, at: dict[str, Any]) -> str:
+    """The probe, or a collective's module, with its forward."""
+    layer = layer_of(at["probe"])
+    drafts = layer is not None and layer in c.plan.config.mtp_layers
+    kind = "cache" if ".cache." in at["probe"] else "draft" if drafts else "target"
+    return c.plan.probe_name(at["probe"], kind, at["call"])
+
+
 def _where(c: Comparison, at: dict[str, object]) -> str:
     return place(at, c.plan) if at["request"] is not None else f"call {at['call']}"
 
@@ -262,4 +272,7 @@ def _last_equal(c: Comparison) -> str | None:
     names = [(r.probe, r.call) for r in c.results]
     here = (at["probe"], at["call"])
     index = names.index(here) if here in names else 0
-    return names[index - 1][0] if index else None
+    if not index:
+        return None
+    before = c.results[index - 1]
+    return c.plan.probe_name(before.probe, before.phase, before.call)

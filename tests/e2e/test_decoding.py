@@ -70,7 +70,7 @@ def test_sixty_four_requests_of_mixed_length():
         padding_content="nan",
         overrides=(("num_hidden_layers", 3),),
     )
-    rows = {r.probe: r.rows for r in comparison.results if r.phase == "draft" and r.call == 2}
+    rows = {r.probe: r.rows for r in comparison.results if r.phase == "draft" and r.call == 3}
     assert rows["model.layers.3.hnorm.out"] == 64
 
 

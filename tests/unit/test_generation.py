@@ -32,7 +32,7 @@ def turn(drafts, accepted, sampled=(), drafted=(), **more):
 
 def test_accepted_drafts_by_position():
     turns = (turn((), None, [4]), turn((1, 2), 2, [1, 2, 3]), turn((1, 2), 0, [5, 2, 3]), turn((1,), 1, [1, 9]))
-    generation = Generation(turns)
+    generation = Generation(turns, 1)
     assert generation.accepted == [(2, 3), (1, 2)]
     assert generation.mean_accepted_length == 2.0  # three, one and two tokens of steps that verified
     assert generation.tokens == 1 + 3 + 1 + 2
@@ -44,7 +44,7 @@ def test_accepted_drafts_by_position():
 
 
 def test_nothing_verified_has_no_mean_and_no_line():
-    generation = Generation((turn((), None, [4]), turn((), None, [5])))
+    generation = Generation((turn((), None, [4]), turn((), None, [5])), 1)
     assert generation.mean_accepted_length is None
     assert len(list(generation_lines(generation))) == 1
     assert list(generation_lines(None)) == []
@@ -52,10 +52,12 @@ def test_nothing_verified_has_no_mean_and_no_line():
 
 def test_a_turn_that_one_side_did_not_come_to_is_not_alike():
     here = turn((1,), 0, [2, 3])
-    lines = list(generation_lines(Generation((here, replace(here, candidate=None)))))
+    lines = list(generation_lines(Generation((here, replace(here, candidate=None)), 1)))
     assert lines[0].endswith("; 1 of 2 turns not reached by both")
     other = replace(here, candidate=Speech((3, 3), 0, ()))
-    assert next(generation_lines(Generation((here, other)))).endswith("; 1 of 2 turns DIFFER")
+    assert next(generation_lines(Generation((here, other), 2))).endswith("; 1 of 2 turns DIFFER")
+    shorter = list(generation_lines(Generation((here, other), 2)))[1]
+    assert shorter.strip() == "2 steps were asked for, and no request has a position left"
 
 
 def test_turns_tell_what_a_run_did():
@@ -75,7 +77,7 @@ def test_turns_tell_what_a_run_did():
     assert document["turns"][2]["reference"]["sampled"] == list(g.turns[2].reference.sampled)
     text = to_text(comparison, verbose=True)
     assert "by position " in text
-    assert "tokens of each step | accepted drafts | drafted then" in text
+    assert "tokens of each step (sampled behind a rejected draft) | accepted drafts | drafted then" in text
 
 
 def test_a_token_that_differs_is_told_and_the_run_goes_on_with_the_references():

@@ -71,7 +71,7 @@ def test_a_draft_that_is_right_behind_one_that_is_wrong_is_rejected():
 def test_a_prompt_in_pieces_goes_on_beside_drafts_that_are_verified():
     s = script(requests=((5, 1),), prefill_chunk=2, generate=2, mtp_steps=1)
     long, short = token_ids(s.plan)
-    target, draft = forwards(s)
+    target, draft, _ = forwards(s)
     assert fed(s, target[0]) == [(0, 0, long[:2], None, long[2]), (1, 0, short, None, None)]
     s.hear(target, [[7, 8]])
     s.hear(draft, [[70, 80]])
