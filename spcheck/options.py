@@ -114,8 +114,8 @@ _OPTIONS = [
     click.option("--dp", type=int, help="Data-parallel ranks; as many as --requests has parts."),
     click.option("--tokens", type=int, help="One request of this many new tokens, on every data-parallel rank."),
     click.option("--requests", callback=_requests_and_cached, metavar="N@C,N/N/-",
-                 help="N new and C cached tokens of each request (1@40 decodes one); slashes part data-parallel ranks, - "
-                      "is an idle one."),
+                 help="N new and C cached tokens of each request (1@40 decodes one); slashes part DP ranks, - is an "
+                      "idle one."),
     click.option("--previous", callback=_requests, metavar="N,N/N/-",
                  help="Requests of a step before, through the same buffers; it is compared as well."),
     click.option("--generate", type=int, default=0, show_default=True, metavar="N",

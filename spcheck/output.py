@@ -140,8 +140,9 @@ def progress(steps: int, *, quiet: bool = False) -> Iterator[Progress]:
     def say(text: str, *, again: bool = False) -> None:
         nonlocal number
         number += not again
-        if shown:
-            echo(f"\r\033[K[{number}/{steps}] {text} ...", err=True)
+        if shown:  # a line that is too long could not be taken back
+            room = shutil.get_terminal_size().columns - len(f"[{number}/{steps}]  ...") - 1
+            echo(f"\r\033[K[{number}/{steps}] {text[:room]} ...", err=True)
 
     try:
         yield say

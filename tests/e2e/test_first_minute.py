@@ -132,7 +132,8 @@ def test_progress_on_a_terminal_and_nowhere_else():
     shown, code = on_a_terminal(RUN, TERM="xterm")
     assert code == 0
     steps = re.findall(r"\r\x1b\[K(\[\d/3\] [^\r]*?) \.\.\.", shown)
-    assert steps == ["[1/3] starting ranks", "[2/3] running 2 ranks on loopback", "[3/3] judging"]
+    named = [step for step in steps if ": " not in step]  # others say how far the first rank is
+    assert named == ["[1/3] starting ranks", "[2/3] running 2 ranks on loopback", "[3/3] judging"]
     assert shown.index("judging ...\r\x1b[K") < shown.index("dsv32-tiny")  # wiped before the report
     dumb, _ = on_a_terminal(RUN, TERM="dumb")
     assert "starting ranks" not in dumb
@@ -140,6 +141,14 @@ def test_progress_on_a_terminal_and_nowhere_else():
     piped = spcheck(*RUN)
     assert piped.stderr == ""
     assert "\x1b" not in piped.stdout
+
+
+def test_a_long_run_says_how_far_it_is():
+    shown, code = on_a_terminal([*RUN, "--generate", "8"], TERM="xterm")
+    assert code == 0
+    where = re.findall(r"\[2/3\] running 2 ranks on loopback: (\w+), (generated step \d+)'s", shown)
+    assert {side for side, _ in where} <= {"reference", "optimized"}
+    assert len({step for _, step in where}) > 1
 
 
 def test_quiet_is_one_line():
