@@ -55,24 +55,17 @@ def check_counts(case: Case) -> None:
         UsageError: more of them than there can be.
     """
     tokens = [n for here in (*case.requests, *case.cached_tokens, *(case.previous or ())) for n in here]
-    numbers = (*tokens, case.pad_to or 0, *case.graph_sizes, case.mtp_steps, case.generate)
+    numbers = (*tokens, case.pad_to or 0, *case.graph_sizes, case.mtp_steps, case.generate, case.prefill_chunk or 0)
     if too_many := [n for n in numbers if n > _MOST]:
         raise UsageError(f"{too_many[0]} is more than spcheck counts to ({_MOST})")
 
 
-def check_rows(case: Case, config: ModelConfig, steps: tuple[Step, ...]) -> None:
-    """Of rows and positions.
+def check_lengths(case: Case, config: ModelConfig) -> None:
+    """Of steps and positions, before any step is made.
 
     Raises:
-        UsageError: more of them than there can be, or a number that no forward has.
+        UsageError: more of them than there can be.
     """
-    largest = max(sum(part.rows for part in here) for step in steps if _is_padded(step) for here in step.parts)
-    if case.pad_to is not None and case.graph_sizes:
-        raise UsageError("give --pad-to or --graph-sizes, not both")
-    if case.pad_to is not None and case.pad_to < largest:
-        raise UsageError(f"--pad-to {case.pad_to} is less than the {largest} tokens of the step")
-    if any(n < 1 for n in case.graph_sizes) or any(a >= b for a, b in pairwise(case.graph_sizes)):
-        raise UsageError(f"--graph-sizes {','.join(map(str, case.graph_sizes))} must be ascending, from 1 on")
     if case.generate < 0:
         raise UsageError(f"--generate must be 0 or more, not {case.generate}")
     if case.prefill_chunk is not None and case.prefill_chunk < 1:
@@ -85,6 +78,21 @@ def check_rows(case: Case, config: ModelConfig, steps: tuple[Step, ...]) -> None
         raise UsageError(f"{tokens} are more than max_position_embeddings {limit}")
     if over_before := [n for here in case.previous or () for n in here if n > limit]:
         raise UsageError(f"{over_before[0]} positions are more than max_position_embeddings {limit}")
+
+
+def check_rows(case: Case, steps: tuple[Step, ...]) -> None:
+    """Of rows.
+
+    Raises:
+        UsageError: more of them than a forward may have, or a number that none has.
+    """
+    largest = max(sum(part.rows for part in here) for step in steps if _is_padded(step) for here in step.parts)
+    if case.pad_to is not None and case.graph_sizes:
+        raise UsageError("give --pad-to or --graph-sizes, not both")
+    if case.pad_to is not None and case.pad_to < largest:
+        raise UsageError(f"--pad-to {case.pad_to} is less than the {largest} tokens of the step")
+    if any(n < 1 for n in case.graph_sizes) or any(a >= b for a, b in pairwise(case.graph_sizes)):
+        raise UsageError(f"--graph-sizes {','.join(map(str, case.graph_sizes))} must be ascending, from 1 on")
 
 
 def _is_padded(step: Step) -> bool:

@@ -28,7 +28,7 @@ def _hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int) -> Iterat
         yield _why_infinite(result)
     if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 1:
         yield f"only on rank {result.ranks_over[0]}"
-    per_row = result.kind not in STEERING
+    per_row = result.kind not in ("logits", *STEERING)  # else there is one of each request's last row
     if phase is not None and per_row and result.rows_over == 1 and result.first is not None and phase.real > 1:
         request, position = phase.row(phase.real - 1)
         if (result.first["request"], result.first["position"]) == (request, position):

@@ -135,9 +135,9 @@ def _silent(plan: Plan, side: SidePlan, report: RankReport) -> list[str]:
 
 def breach_findings(checked: Checked) -> list[Finding]:
     """The first breach of each forward; one of a layer is followed by one of every layer behind it."""
-    by_forward: dict[tuple[str, str, int | None], list[Breach]] = {}
+    by_forward: dict[tuple[str, str, str, int | None], list[Breach]] = {}
     for breach in checked.breaches:
-        by_forward.setdefault((breach.rule, breach.subject, breach.call), []).append(breach)
+        by_forward.setdefault((breach.rule, breach.subject, breach.kind, breach.call), []).append(breach)
     return [_breach_finding(first, len(others)) for first, *others in by_forward.values()]
 
 

@@ -53,15 +53,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Generation:
-    """All turns in order; ``asked`` is the number of steps behind the case's own that it wants."""
+    """All turns in order. ``asked``: steps behind the case's own that it wants; ``ended``: nobody can go on before."""
 
     turns: tuple[Turn, ...]
     asked: int
+    ended: bool = False
 
     @property
     def steps(self) -> int:
-        """Steps behind the case's own."""
-        return max((turn.step for turn in self.turns), default=0)
+        """Steps behind the case's own that the reference came to."""
+        return max((turn.step for turn in self.turns if turn.reference), default=0)
 
     @property
     def tokens(self) -> int:
@@ -88,7 +89,9 @@ def generation_of(plan: Plan, reports: Sequence[dict[str, Any]]) -> Generation |
     if not plan.case.generate:
         return None
     steps = range(plan.own_step, len(plan.steps))
-    return Generation(tuple(turn for step in steps for turn in _turns(plan, reports, step)), plan.case.generate)
+    turns = tuple(turn for step in steps for turn in _turns(plan, reports, step))
+    ended = plan.steps[-1].is_settled and len(steps) <= plan.case.generate
+    return Generation(turns, plan.case.generate, ended)
 
 
 def _turns(plan: Plan, reports: Sequence[dict[str, Any]], step: int) -> Iterator[Turn]:

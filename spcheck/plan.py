@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reference.config import ModelConfig
 from spcheck.case import Case, Requests
-from spcheck.checks import check_counts, check_requests, check_rows, check_settings, check_world
+from spcheck.checks import check_counts, check_lengths, check_requests, check_rows, check_settings, check_world
 from spcheck.exact import GRIDS, SMALL_HIDDEN, Grid
 from spcheck.model import load_model, preset_names
 from spcheck.phases import GraphPadding, Phase, layer_of, phases_of
@@ -109,7 +109,8 @@ class Plan:
         if self.case.previous is not None or self.case.padding_content != "stale":
             return self.case.previous
         longest = self.config.max_position_embeddings
-        rows = self.padding.padded([sum(here) for here in self.case.requests])
+        chunk = self.case.prefill_chunk
+        rows = self.padding.padded([sum(min(n, chunk or n) for n in here) for here in self.case.requests])
         return tuple(tuple(min(longest, n - at) for at in range(0, n, longest)) for n in rows)
 
     @cached_property
@@ -219,7 +220,8 @@ def make_plan(case: Case) -> Plan:
     check_requests(case)
     check_counts(case)
     check_settings(case)
+    check_lengths(case, config)
     plan = Plan(case, config, *resolve_sides(case))
-    check_rows(case, config, plan.steps)
+    check_rows(case, plan.steps)
     check_world(case, config, (plan.reference, plan.candidate))
     return plan

@@ -110,12 +110,14 @@ def steps_of(
 
 def _prefixes(case: Case, limit: int) -> Iterator[Step]:
     """The cached tokens of all requests, in steps that are not compared; their drafts fill the MTP caches."""
-    for start in range(0, max(n for cached in case.cached_tokens for n in cached), PREFILL_ROWS):
+    longest = max(n for cached in case.cached_tokens for n in cached)
+    for start in range(0, longest, PREFILL_ROWS):
         parts = tuple(
             tuple(Part(i, start, min(n - start, PREFILL_ROWS), goes_on=True) for i, n in enumerate(cached) if n > start)
             for cached in case.cached_tokens
         )
-        yield Step("cached prefix", parts, case.mtp_steps, limit, probed=False)
+        number = f" {1 + start // PREFILL_ROWS}" if longest > PREFILL_ROWS else ""
+        yield Step(f"cached prefix{number}", parts, case.mtp_steps, limit, probed=False)
 
 
 def _previous(case: Case, limit: int, previous: Requests | None) -> Iterator[Step]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ RING = 1024  # collectives kept: more than two forwards of a model of 61 layers
 _SLOT = 256  # bytes of one entry; a longer module name loses its end
 _HEADER = struct.Struct("<HI")  # length and checksum of the text behind it
 _COUNT = struct.Struct("<Q")
-_WHERE, _MODULE, _PROBE, _ENTERED, _LEFT, _THREAD, _STEPS = (_SLOT * i for i in range(7))
+_TIME = struct.Struct("<d")
+_WHERE, _MODULE, _PROBE, _ENTERED, _LEFT, _THREAD, _BEGUN = (_SLOT * i for i in range(7))
 _FIRST = 7 * _SLOT
 _PAGE = 1 << 16  # the largest page there is: a mapping can begin at no other place
 SIZE = -(-(_FIRST + RING * _SLOT) // _PAGE) * _PAGE
@@ -68,12 +70,12 @@ class Trace:
         self._place = f"{subject}{_SEPARATOR}{step}"
         self._put(_WHERE, self._place)
         self._put(_MODULE, "")
-        self._memory[_STEPS : _STEPS + 8] = _COUNT.pack(self.steps + 1)
+        self._memory[_BEGUN : _BEGUN + 8] = _TIME.pack(time.monotonic())
 
     @property
-    def steps(self) -> int:
-        """How many steps the rank has begun."""
-        return int(_COUNT.unpack_from(self._memory, _STEPS)[0])
+    def begun(self) -> float:
+        """When the rank began its step, by ``time.monotonic``, which is the same clock in every process; else 0."""
+        return float(_TIME.unpack_from(self._memory, _BEGUN)[0])
 
     @property
     def place(self) -> tuple[str, str]:

@@ -21,7 +21,7 @@ Reports = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Breach:
-    """One broken rule; ``probe`` (a module for a collective), ``call`` and ``rank`` are where it broke first."""
+    """One broken rule; ``probe`` (a module for a collective), ``kind``, ``call`` and ``rank``: where it broke first."""
 
     rule: str
     message: str
@@ -29,6 +29,7 @@ class Breach:
     probe: str | None = None
     call: int | None = None
     rank: int | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _wrong_rows(
         if rows != wanted:
             name = plan.probe_name(probe, phase.kind, call) if phase else probe
             message = f"{name}: {_rows(rows)} on rank {rank}, {_rows(wanted)} expected under {side.scheme}"
-            breaches.append(Breach("rows", message, subject, probe, call, rank))
+            breaches.append(Breach("rows", message, subject, probe, call, rank, phase.kind if phase else ""))
     return breaches
 
 
@@ -111,7 +112,7 @@ def _wrong_caches(plan: Plan, subject: str, rank: int, held: dict[str, list[int]
             where = f"request {request[0]}" if request else "all requests"
             held_, wanted_ = (0 if x is notpresent else x for x in (change.t2, change.t1))
             message = f"{name}: {held_} positions held for {where} on rank {rank}, {wanted_} expected"
-            breaches.append(Breach("rows", message, subject, name, 0, rank))
+            breaches.append(Breach("rows", message, subject, name, 0, rank, "cache"))
     return breaches
 
 
@@ -174,7 +175,7 @@ class _Calls:
         where = (seen or {}).get("module") or (wanted.where if wanted else "engine")
         forward = self.plan.forward_name(self.phase.kind, self.phase.call)
         message = f"collective {number} of {forward} {message}"
-        return Breach("collectives", message, self.subject, where, self.phase.call, self.rank)
+        return Breach("collectives", message, self.subject, where, self.phase.call, self.rank, self.phase.kind)
 
 
 def _seen(s: dict[str, Any]) -> str:

@@ -117,7 +117,7 @@ class _Work:
             return []
         phase = phase_of_probe(probe, self.plan, call)
         name = self.plan.probe_name(probe, phase.kind, call) if phase else probe
-        return [Breach("work", f"{name}: {message}", self.subject, probe, call, rank)]
+        return [Breach("work", f"{name}: {message}", self.subject, probe, call, rank, phase.kind if phase else "")]
 
     def padded_rows(self, probe: str, call: int) -> int:
         """Rows that are no token, over all data-parallel ranks."""

@@ -22,7 +22,7 @@ from spcheck.errors import HostFailed, UsageError
 from spcheck.failure import failure_sentence, internal_error
 from spcheck.launch.examine import examine, trace_file
 from spcheck.launch.files import meeting_place, nameless_file
-from spcheck.launch.patience import Patience, earlier
+from spcheck.launch.patience import Patience, earlier, limit_text
 from spcheck.launch.stacks import StackFile
 
 __all__ = ["Progress", "RunLog", "failure_sentence", "run_case"]
@@ -55,7 +55,7 @@ def run_case(case: Case, progress: Progress) -> RunLog:
         UsageError: the machine cannot run it (GPUs, tensors of a checkpoint folder, no current or temporary folder).
         HostFailed: the host ended without an answer.
     """
-    deadline = time.monotonic() + case.timeout
+    began = time.monotonic()
     _check_folder()
     with (
         meeting_place() as (store, handles),
@@ -63,7 +63,6 @@ def run_case(case: Case, progress: Progress) -> RunLog:
         _host((*handles, traces)) as (host, errors),
     ):
         progress("starting ranks")
-        began = deadline - case.timeout
         request = {"case": case.to_json(), "store": str(store), "deadline": began + earlier(case.timeout)}
         request["traces"] = traces
         assert host.stdin is not None
@@ -71,7 +70,9 @@ def run_case(case: Case, progress: Progress) -> RunLog:
             host.stdin.write(json.dumps(request).encode() + b"\n")
             host.stdin.close()
         seen = [Trace(traces, rank) for rank in range(case.ranks)]
-        log = _listen(host, errors, case, Patience(deadline, case.timeout, seen), _Teller(progress, seen[0]))
+        log = _listen(
+            host, errors, case, Patience(began + case.timeout, case.timeout, seen), _Teller(progress, seen[0])
+        )
         if log.failure is not None and not log.reports:
             _examine(log, host, errors, case, traces)
         return log
@@ -113,7 +114,7 @@ def _listen(
     log = RunLog()
     for message in _messages(host, patience, teller.look):
         if message is None:
-            log.failure = f"{_limit(case)}: a rank hangs, or --timeout is too short"
+            log.failure = f"{limit_text(case.timeout)}: a rank hangs, or --timeout is too short"
             return log
         if message["event"] == "refused":
             raise UsageError(message["message"])
@@ -142,13 +143,9 @@ def _listen(
 def _examine(log: RunLog, host: subprocess.Popen[bytes], errors: IO[bytes], case: Case, traces: int) -> None:
     """The host cannot say what its ranks did: what they left in their traces can."""
     threads = log.environment.get("backend") == "loopback"
-    log.reports = examine(traces, case.ranks, StackFile(errors) if threads else None, host, _limit(case))
+    log.reports = examine(traces, case.ranks, StackFile(errors) if threads else None, host, limit_text(case.timeout))
     if threads and host.returncode is None and log.reports:
         log.failure = failure_sentence(log.reports)
-
-
-def _limit(case: Case) -> str:
-    return f"no answer within {case.timeout:g} s"
 
 
 def _ending(host: subprocess.Popen[bytes]) -> str:

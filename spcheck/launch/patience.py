@@ -15,6 +15,11 @@ def earlier(timeout: float) -> float:
     return timeout - min(0.1 * timeout, _LEAD)
 
 
+def limit_text(timeout: float) -> str:
+    """What ranks have exceeded that are given up."""
+    return f"no rank began a step within {timeout:g} s"
+
+
 class Patience:
     """A deadline (of ``time.monotonic``) that moves while ranks get on; without ``seconds`` it stays.
 
@@ -25,15 +30,10 @@ class Patience:
         self._deadline = deadline
         self._seconds = seconds
         self._traces = traces
-        self._seen = self._steps()
 
     def left(self) -> float:
         """Seconds that are left; 0 where there are none."""
-        now = time.monotonic()
-        if self._seconds is not None and (steps := self._steps()) != self._seen:
-            self._seen = steps
-            self._deadline = max(self._deadline, now + self._seconds)
-        return max(self._deadline - now, 0.0)
-
-    def _steps(self) -> list[int]:
-        return [trace.steps for trace in self._traces]
+        deadline = self._deadline
+        if self._seconds is not None:
+            deadline = max(deadline, max(trace.begun for trace in self._traces) + self._seconds)
+        return max(deadline - time.monotonic(), 0.0)

@@ -18,7 +18,7 @@ from spcheck.comm.interface import World
 from spcheck.comm.loopback import run_loopback
 from spcheck.comm.trace import Trace
 from spcheck.launch.lifetime import die_with_parent
-from spcheck.launch.patience import Patience
+from spcheck.launch.patience import Patience, limit_text
 from spcheck.launch.reports import Child, Report, collect, overdue
 from spcheck.launch.stacks import StackFile, thread_stack
 from spcheck.plan import Plan
@@ -82,7 +82,7 @@ class _Threads:
         """Replaces the reports of ranks that go on: their threads may write to them at any moment."""
         for rank, trace in enumerate(self.traces):
             if rank not in self._ended:
-                error = overdue(trace.read(), _limit(self._plan), stack=thread_stack(f"rank {rank}"))
+                error = overdue(trace.read(), limit_text(self._plan.case.timeout), stack=thread_stack(f"rank {rank}"))
                 self.reports[rank] = {"rank": rank, "error": error, "failed_at": time.monotonic()}
 
     def _main(self, world: World) -> None:
@@ -105,9 +105,8 @@ def run_processes(
 ) -> list[Report]:
     """The case on ``gloo`` or ``nccl``, one forked process per rank, which meet in ``store``.
 
-    Ranks that have not ended by the ``deadline`` (of ``time.monotonic``), which moves on as in :func:`run_threads`, are
-    reported and killed. No tensor may exist
-    in this process: a fork after the first operation can inherit a locked thread pool.
+    Ranks that have not ended by the ``deadline``, which moves on as in :func:`run_threads`, are reported and killed. No
+    tensor may exist in this process: a fork after the first operation can inherit a locked thread pool.
     """
     children: list[Child] = []
     for rank, trace in enumerate(_traces(plan, traces)):
@@ -121,7 +120,7 @@ def run_processes(
         children.append(Child(rank, child, os.fdopen(receive, "rb"), trace, stack))
     seen = [child.trace for child in children]
     waiting = None if deadline is None else Patience(deadline, patience, seen)
-    return _with_traces(collect(children, waiting, _limit(plan), plan.case.tp), seen)
+    return _with_traces(collect(children, waiting, limit_text(plan.case.timeout), plan.case.tp), seen)
 
 
 class _Rank:
@@ -164,10 +163,6 @@ class _Rank:
 
 def _traces(plan: Plan, file: int) -> list[Trace]:
     return [Trace(file, index if file >= 0 else 0) for index in range(plan.case.ranks)]
-
-
-def _limit(plan: Plan) -> str:
-    return f"no answer within {plan.case.timeout:g} s"
 
 
 def _with_traces(reports: list[Report], traces: Sequence[Trace]) -> list[Report]:

@@ -23,7 +23,7 @@ def generation_lines(generation: Generation | None) -> Iterator[str]:
     steps = f"{generation.steps} step{'s' if generation.steps != 1 else ''}"
     tokens = f"{generation.tokens} token{'s' if generation.tokens != 1 else ''}"
     yield f"generated    {tokens} {of}, {steps} after the first; {_state(turns)}"
-    if generation.steps < generation.asked:
+    if generation.ended:
         yield f"             {generation.asked} steps were asked for, and no request has a position left"
     yield from _drafts(generation)
 

@@ -106,13 +106,13 @@ class Capture:
         self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _keep(self, probe: str, tap: Tap, values: tuple[Any, ...]) -> None:
+        self._trace.probe(probe)
         if self._wanted is not None and probe not in self._wanted:
             return
         value = values[tap.index] if tap.index < len(values) else None
         if not isinstance(value, Tensor):
             raise TapError(f"probe {probe}: no tensor stands at element {tap.index}")
         self.fired.add(probe)
-        self._trace.probe(probe)
         # A clone: a slice would keep its whole storage alive, and fused norms write in place.
         all_keys = tap.kind.startswith("all-keys:")
         kept = self._chosen_keys(probe, tap, value) if all_keys else value.detach().clone()

@@ -30,8 +30,9 @@ Row = dict[str, Any]
 _Found = tuple[Difference, int | None, Row]
 """What was measured, the first row that straddles, and what else there is to say."""
 
-_NARROW = (".head_weights.out", "lm_head.out", ".shared_head.head.out", "sampler.in")
-"""Rows of few heads, or of the logits of a small vocabulary, may cancel like scores."""
+_HEADS = ".head_weights.out"
+_LOGITS = ("lm_head.out", ".shared_head.head.out", "sampler.in")
+_FEW = 32  # logits: all of a row may cancel, as scores may, and those of as many heads
 
 _CACHE = Tap("", "out", 0, "Replicate", "value")
 
@@ -97,7 +98,8 @@ class Comparer:
         bound = bound_of(self._numerics, probe)
         if self._numerics == "exact":
             return Pair(e, a, bound * _conditioning(probe, expected), one_scale=bound > 0)
-        one_scale = probe.endswith(_NARROW) or (self._tap(probe).fill < -1 and self._plan.replays_choices)
+        few = probe.endswith(_HEADS) or (probe.endswith(_LOGITS) and e.shape[-1] < _FEW)
+        one_scale = few or (self._tap(probe).fill < -1 and self._plan.replays_choices)
         return Pair(e, a, bound, one_scale=one_scale, scale=_score_scale(probe, expected))
 
     def _tap(self, probe: str) -> Tap:

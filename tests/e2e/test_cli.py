@@ -228,4 +228,4 @@ def test_a_reader_that_goes_away_does_not_change_the_exit_code():
 def test_a_run_over_its_time_is_failed():
     done = spcheck("diff", "--tokens", "3000", "--timeout", "2")
     assert done.returncode == 4
-    assert "no answer within 2 s" in done.stdout
+    assert "no rank began a step within 2 s" in done.stdout

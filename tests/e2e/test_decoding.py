@@ -9,6 +9,7 @@ import pytest
 import optimized.engine
 from fixtures.seams import edited
 from spcheck.case import Case
+from spcheck.report.text import to_text
 from tests.conftest import compare_case
 
 MIXED = ["--tp", "2", "--requests", "1@40,5@0,3@12", "--mtp-steps", "2"]
@@ -52,11 +53,16 @@ def test_generation_on_processes():
     assert sum(line.startswith("step 2  d0 r") for line in lines) == 2
 
 
-def test_a_step_is_a_mixed_batch_whatever_came_before():
-    """The same tokens as one prefill, as a chunk behind cached ones, and as one that is decoded."""
-    seen = [equal(requests=((9 - held,),), cached=((held,),), mtp_steps=1).results for held in (0, 4, 8)]
-    last = [next(r for r in results if r.probe == "lm_head.out") for results in seen]
-    assert [r.rows for r in last] == [9, 5, 1]
+def test_the_same_tokens_in_one_piece_or_behind_cached_ones_sample_the_same():
+    """As one prefill, as a chunk behind cached tokens, as one token that is decoded, and in three pieces."""
+    runs = [
+        equal(requests=((9 - held,),), cached=((held,),), mtp_steps=2, generate=generate, prefill_chunk=chunk)
+        for held, generate, chunk in ((0, 1, None), (4, 1, None), (8, 1, None), (0, 3, 4))
+    ]
+    said = [[turn.reference for turn in run.generation.turns][:2] for run in runs]
+    assert [(turns[0].sampled, turns[0].drafted, turns[1].emitted) for turns in said] == 4 * [
+        (said[0][0].sampled, said[0][0].drafted, said[0][1].emitted)
+    ]
 
 
 def test_sixty_four_requests_of_mixed_length():
@@ -100,6 +106,8 @@ def test_a_rank_that_fails_in_a_draft_step_is_told_with_the_step():
         )
     assert calls.count
     assert comparison.verdict.outcome == "FAILED"
+    assert (comparison.generation.steps, comparison.generation.ended) == (2, False)
+    assert "turns not reached by both" in to_text(comparison)
     assert "AssertionError: broken here in optimized.subject, generated step 1's draft step 1" in (
         comparison.verdict.findings[0].message
     )

@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_ends_within_the_timeout(backend, tmp_path):
     )
     assert time.monotonic() - begun < 12 + 20
     assert done.returncode == 4, done.stdout + done.stderr
-    assert "no answer within 12 s: rank 1 hangs in model.layers.2.mlp of optimized.subject" in done.stdout
+    assert "no rank began a step within 12 s: rank 1 hangs in model.layers.2.mlp of optimized.subject" in done.stdout
     assert "rank 0   waits in " in done.stdout
     assert "in here_it_hangs" in done.stdout
     failure = json.loads((tmp_path / "o.json").read_text())["failure"]
@@ -86,7 +86,7 @@ def test_a_thread_that_keeps_all_others_from_running_is_named(tmp_path):
         "--tokens", "5", "--backend", "loopback", "--timeout", "10", env=environment(tmp_path, in_host(HOLD))
     )
     assert done.returncode == 4, done.stdout + done.stderr
-    assert "no answer within 10 s: rank 1 hangs in model.layers.2.mlp of optimized.subject" in done.stdout
+    assert "no rank began a step within 10 s: rank 1 hangs in model.layers.2.mlp of optimized.subject" in done.stdout
     assert "rank 0   waits in " in done.stdout
     assert "in here_it_hangs" in done.stdout
 

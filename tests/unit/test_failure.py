@@ -25,9 +25,9 @@ def report(rank, *calls, error=None, at=0.0, lost=False, waits=False, module="m"
 
 LOST = ("CollectiveFailed", "connection reset")
 DIED = ("RankDied", "killed by signal 9")
-HUNG = ("RankHung", "no answer within 60 s")
-WAITS = ("RankWaits", "no answer within 60 s")
-STOPPED = ("RankStopped", "no answer within 60 s")
+HUNG = ("RankHung", "no rank began a step within 60 s")
+WAITS = ("RankWaits", "no rank began a step within 60 s")
+STOPPED = ("RankStopped", "no rank began a step within 60 s")
 
 
 def test_a_run_that_came_to_its_end():
@@ -54,7 +54,7 @@ def test_the_rank_for_which_the_others_wait_is_to_blame():
     waiting = report(0, call(0), error=WAITS, waits=True)
     hung = report(1, error=HUNG, at=1.0)
     assert failure_sentence([waiting, hung]) == (
-        "no answer within 60 s: rank 1 hangs in m of s, target step 0; "
+        "no rank began a step within 60 s: rank 1 hangs in m of s, target step 0; "
         "rank 0 waits in all_reduce [5, 96] float64 on tp in a"
     )
     stopped = report(1, call(0), error=STOPPED, waits=True)
@@ -70,7 +70,7 @@ def test_all_wait():
     other = report(1, call(0, "all_gather"), error=WAITS, waits=True)
     ended = report(2)
     said = failure_sentence([report(0, call(0), error=WAITS, waits=True), other, ended])
-    assert said.startswith("no answer within 60 s: no rank can go on: rank 0 waits in all_reduce")
+    assert said.startswith("no rank began a step within 60 s: no rank can go on: rank 0 waits in all_reduce")
     assert said.endswith("rank 1 waits in all_gather [5, 96] float64 on tp in a; rank 2 has ended")
 
 

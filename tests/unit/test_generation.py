@@ -56,8 +56,15 @@ def test_a_turn_that_one_side_did_not_come_to_is_not_alike():
     assert lines[0].endswith("; 1 of 2 turns not reached by both")
     other = replace(here, candidate=Speech((3, 3), 0, ()))
     assert next(generation_lines(Generation((here, other), 2))).endswith("; 1 of 2 turns DIFFER")
-    shorter = list(generation_lines(Generation((here, other), 2)))[1]
+    shorter = list(generation_lines(Generation((here, other), 2, ended=True)))[1]
     assert shorter.strip() == "2 steps were asked for, and no request has a position left"
+
+
+def test_a_run_that_reaches_the_limit_says_so():
+    comparison = compare_case(case(requests=((5, 5),), overrides=(("max_position_embeddings", 6),)))
+    assert comparison.verdict.outcome == "EQUAL"
+    assert (comparison.generation.asked, comparison.generation.ended) == (3, True)
+    assert not compare_case(case(generate=1)).generation.ended
 
 
 def test_turns_tell_what_a_run_did():
