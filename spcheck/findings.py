@@ -35,8 +35,7 @@ def value_findings(
     if first is None:
         return findings
     choice = first.kind in CHOICES
-    exact = exactness is not None and not exactness.doubts
-    outcome, why = _outcome_of_first(plan.case.numerics, first, results, exact=exact)
+    outcome, why = _outcome_of(plan.case.numerics, first, results, exactness)
     later = sum(1 for r in results if r.over) - 1
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
@@ -49,32 +48,32 @@ def token_findings(
 ) -> list[Finding]:
     """When generating, every other forward in which tokens or accepted drafts differ: the run went on behind them."""
     findings = []
-    exact = exactness is not None and not exactness.doubts
     for r in results if plan.case.generate else ():
         if r.kind not in STEERING or r is first:
             continue
         if r.over:
-            outcome, why = _outcome_of_first(plan.case.numerics, r, results, exact=exact)
+            outcome, why = _outcome_of(plan.case.numerics, r, results, exactness)
             findings.append(Finding("token", outcome, sentence(r, plan) + why + _GOES_ON, at_place(r, r.first)))
         elif r.choices is not None and r.choices.within:
             findings.append(Finding("token", "EQUIVALENT", near_tie(r, plan) + _GOES_ON, at_place(r, r.flip)))
     return findings
 
 
-def _outcome_of_first(
-    numerics: str, first: ProbeResult, results: Sequence[ProbeResult], *, exact: bool
+def _outcome_of(
+    numerics: str, result: ProbeResult, results: Sequence[ProbeResult], exactness: Exactness | None
 ) -> tuple[str, str]:
-    """The outcome that the first difference means, and what to add to its sentence."""
-    until_first = results[: results.index(first) + 1]
-    if any(r.reference_replica is not None for r in until_first):
+    """The outcome that a difference means, the first or one of a token, and what to add to its sentence."""
+    exact = exactness is not None and not exactness.doubts
+    until_here = results[: results.index(result) + 1]
+    if any(r.reference_replica is not None for r in until_here):
         return "INCONCLUSIVE", "; the reference differs from itself by then"
-    if first.reference_nan:
+    if result.reference_nan:
         return "INCONCLUSIVE", "; the reference itself is not a number there"
     if any(map(beyond_rounding, results)):
         return "DIVERGED", ""
-    if any(r.straddle is not None for r in until_first):
+    if any(r.straddle is not None for r in until_here):
         return "INCONCLUSIVE", "; a rounding straddle came before, another --seed tells"
-    if _rounding_may_explain(numerics, first, exact=exact):
+    if _rounding_may_explain(numerics, result, exact=exact):
         tells = "see the guard" if numerics == "exact" else "--numerics exact tells"
         return "INCONCLUSIVE", f"; a rounding difference may explain it, {tells}"
     return "DIVERGED", ""

@@ -88,17 +88,18 @@ def phases_of_probe(probe: str, plan: Plan, dp_rank: int = 0) -> list[Phase]:
 
 def phase_of_probe(probe: str, plan: Plan, call: int, dp_rank: int = 0) -> Phase | None:
     """The one of these with that number."""
-    phase = plan.phase("draft" if _is_draft(probe, plan) else "target", call, dp_rank)
+    phase = plan.phase(kind_of_probe(probe, plan), call, dp_rank)
     return phase if phase is not None and _is_seen(probe, plan, phase) else None
 
 
-def _is_draft(probe: str, plan: Plan) -> bool:
+def kind_of_probe(probe: str, plan: Plan) -> str:
+    """The kind of forward in which a probe, or a module, runs: an MTP layer's in drafts, all else in the target."""
     layer = layer_of(probe)
-    return layer is not None and layer >= plan.config.num_hidden_layers
+    return "draft" if layer is not None and layer >= plan.config.num_hidden_layers else "target"
 
 
 def _is_seen(probe: str, plan: Plan, phase: Phase) -> bool:
-    if not phase.probed or (phase.kind == "draft") != _is_draft(probe, plan):
+    if not phase.probed or phase.kind != kind_of_probe(probe, plan):
         return False
     if probe == REJECTION_SAMPLER:
         return phase.drafts is not None

@@ -10,6 +10,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from spcheck.contracts.check import Checked
+from spcheck.contracts.rows import kind_of_probe
 from spcheck.exact import LIMIT
 from spcheck.judge import PASSES
 from spcheck.merge import ProbeResult, total_choices
@@ -256,9 +257,7 @@ def _largest(c: Comparison) -> Iterable[str]:
 
 def _named(c: Comparison, at: dict[str, Any]) -> str:
     """The probe, or a collective's module, with its forward."""
-    layer = layer_of(at["probe"])
-    drafts = layer is not None and layer in c.plan.config.mtp_layers
-    kind = "cache" if ".cache." in at["probe"] else "draft" if drafts else "target"
+    kind = "cache" if ".cache." in at["probe"] else kind_of_probe(at["probe"], c.plan)
     return c.plan.probe_name(at["probe"], kind, at["call"])
 
 
