@@ -22,11 +22,8 @@ from torch import Tensor
 from reference.config import ModelConfig
 from reference.layout import Shape, adapter_shapes, optional_copies, tensor_shapes
 from reference.mistakes import quoted, shown
+from reference.model_folder import INDEX, NOT_READ, SINGLE
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-_NOT_READ = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 _TYPES = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
@@ -128,7 +125,7 @@ def _is_there(path: Path) -> bool:
 def _pickles(folder: Path) -> str:
     """Says so where there are weights of a kind that is not read: unpickling a file runs what it says."""
     try:
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in _NOT_READ)
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in NOT_READ)
     except OSError:
         return ""
     return f"; {shown(others[0])} is not read, only safetensors is" if others else ""

@@ -6,24 +6,34 @@ The comments name the symbols that the models use for the sizes.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from reference.mistakes import ConfigError, quoted, shown
+from reference.config_keys import QUANTIZATION, check_fixed, check_known
+from reference.mistakes import ConfigError, quoted
+from reference.model_folder import holds_weights, read_config
+from reference.overrides import override
 from reference.rope_config import YarnConfig, rope_settings
 
-__all__ = ["ConfigError", "ModelConfig", "YarnConfig", "load_config", "parse_config", "read_config"]
+__all__ = [
+    "ConfigError",
+    "ModelConfig",
+    "YarnConfig",
+    "holds_weights",
+    "load_config",
+    "parse_config",
+    "read_config",
+]
 
 _LARGEST = 2**31 - 1  # what indices of 32 bits can count
 _MOST = {"num_hidden_layers": 1000, "num_nextn_predict_layers": 1000, "n_routed_experts": 10_000}  # each has a name
 _MOST_EXPERTS = 200_000  # of all layers
 _LARGEST_FLOAT = 1e30  # what float32 holds, with room for a product
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v32")
+_SAME_MODEL = {"kimi_k2": "deepseek_v3"}  # another name for the same architecture, as its file says
+SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v32", *_SAME_MODEL)
 
 
 @dataclass(frozen=True)
@@ -87,17 +97,7 @@ class ModelConfig:
 
 _INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 _FIELDS = {field.name: field for field in dataclasses.fields(ModelConfig)}
-
-# Keys that the models here do not read because only one value is implemented.
-_FIXED: dict[str, object] = {
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "mlp_bias": False,
-    "rope_interleave": True,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-}
+_READ = _FIELDS.keys() - {"yarn"}  # keys of a file; YaRN's stand in a block
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -109,82 +109,44 @@ def load_config(folder: Path) -> ModelConfig:
     return parse_config(read_config(folder))
 
 
-def read_config(folder: Path) -> object:
-    """What ``folder/config.json`` holds.
-
-    Raises:
-        ConfigError: no such file, or no JSON.
-    """
-    path = folder / "config.json"
-    try:
-        if not path.is_file():
-            raise ConfigError(f"{folder} has no readable config.json")
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-
-
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; of a key that stands there twice, readers take the one or the other."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"config.json has the key {shown(twin)} twice")
-    return out
-
-
 def parse_config(raw: object, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """Makes a config of a published file's object; keys the model does not use are passed over.
+    """Makes a config of a published file's object; harmless keys are passed over (:mod:`reference.config_keys`).
 
-    ``overrides`` are applied last and must name keys of :class:`ModelConfig` (``yarn`` excepted).
+    ``overrides`` are put into the object first. They name keys of the file, the settings that published files do not
+    have, or with a dot a key of the rotary settings, ``rope_scaling.factor``.
 
     Raises:
-        ConfigError: a key is missing, has another type, or contradicts another.
+        ConfigError: a key is missing, is not known, has another type, or contradicts another.
     """
     if not isinstance(raw, dict):
         raise ConfigError("config.json must hold one JSON object")
-    values = {name: raw[name] for name in _FIELDS if name in raw and name != "yarn"}
-    values |= rope_settings(raw)
-    values |= _known(overrides or {})
-    _check_model_type(values, overrides or {})
-    if values["model_type"] == "deepseek_v3":
+    own = override(raw, overrides or {}, _READ)
+    kind = _model_type(own, overrides or {})
+    check_known(own, _READ)
+    values = {name: own[name] for name in _READ if name in own}
+    values |= rope_settings(own) | {"model_type": kind}
+    if kind == "deepseek_v3":
         values |= dict.fromkeys(_INDEXER_KEYS)
     missing = [n for n, f in _FIELDS.items() if n not in values and f.default is dataclasses.MISSING]
     if missing:
         raise ConfigError(f"config lacks {', '.join(missing)}")
     typed: dict[str, Any] = {name: _typed(name, value) for name, value in values.items()}
     config = ModelConfig(**typed)
-    _check(config, raw)
-    if not overrides:
-        _check_repeated(config, raw)
+    _check(config, own)
     return config
 
 
-def _known(overrides: Mapping[str, object]) -> Mapping[str, object]:
-    settable = _FIELDS.keys() - {"yarn"}
-    for name in overrides:
-        if name not in settable:
-            close = get_close_matches(name, sorted(settable), n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            hint = " (no part of a nested key can be set)" if "." in name else hint
-            raise ConfigError(f"unknown config key {quoted(name)}{hint}")
-    return overrides
-
-
-def _check_model_type(values: Mapping[str, object], overrides: Mapping[str, object]) -> None:
-    """Before all else: a config of another kind of model lacks keys, too, and that would be no help."""
-    if "model_type" not in values:
+def _model_type(raw: Mapping[str, Any], overrides: Mapping[str, object]) -> str:
+    """What the model is run as. Before all else: a config of another kind of model lacks keys, and has others."""
+    if "model_type" not in raw:
         raise ConfigError("config lacks model_type")
-    kind = values["model_type"]
+    kind = raw["model_type"]
     if kind not in SUPPORTED_MODEL_TYPES:
         raise ConfigError(f"model_type {quoted(kind)} is not supported ({', '.join(SUPPORTED_MODEL_TYPES)})")
-    if kind == "deepseek_v3" and (set_keys := [k for k in _INDEXER_KEYS if overrides.get(k) is not None]):
-        raise ConfigError(f"{set_keys[0]} cannot be set: model_type deepseek_v3 has no indexer")
+    run_as = _SAME_MODEL.get(kind, str(kind))
+    if run_as == "deepseek_v3" and (set_keys := [k for k in _INDEXER_KEYS if overrides.get(k) is not None]):
+        raise ConfigError(f"{set_keys[0]} cannot be set: model_type {kind} has no indexer")
+    return run_as
 
 
 def _is_number(value: object) -> bool:
@@ -205,15 +167,14 @@ def _typed(name: str, value: object) -> Any:
 
 
 def _check(c: ModelConfig, raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config") is not None:
-        raise ConfigError("quantized checkpoints are not supported yet (quantization_config is set)")
-    for name, value in _FIXED.items():
-        if raw.get(name) not in (None, value):  # null is how some writers spell absent
-            raise ConfigError(f"{name} {quoted(raw[name])} is not supported (only {value!r})")
+    if raw.get(QUANTIZATION) is not None:
+        raise ConfigError(f"quantized checkpoints are not supported yet ({QUANTIZATION} is set)")
+    check_fixed(raw, c.model_type)
     _check_sizes(c)
     _check_numbers(c)
     _check_router(c)
     _check_indexer(c)
+    _check_repeated(c, raw)
 
 
 def _check_sizes(c: ModelConfig) -> None:
@@ -245,7 +206,7 @@ def _check_numbers(c: ModelConfig) -> None:
 
 
 def _check_repeated(c: ModelConfig, raw: Mapping[str, Any]) -> None:
-    """Keys of a file that say again what others say; no override reaches them."""
+    """Keys of a file that say again what others say."""
     kinds = ["sparse" if c.is_moe_layer(i) else "dense" for i in range(c.num_hidden_layers)]
     if raw.get("mlp_layer_types") not in (None, kinds):
         raise ConfigError("mlp_layer_types contradicts first_k_dense_replace and moe_layer_freq")

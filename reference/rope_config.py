@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reference.config_keys import ROPE_BLOCKS
 from reference.mistakes import ConfigError, quoted
 
 
@@ -31,24 +32,48 @@ _LIMITS: dict[str, tuple[float, float]] = {
     "mscale_all_dim": (0, 1e3),
 }
 
+# Keys of which one value is implemented: limits of the ramp are whole pairs, and all of a head's rotary part turns.
+_FIXED: dict[str, object] = {"truncate": True, "partial_rotary_factor": 1.0}
+
+BLOCK_KEYS = ("type", "rope_type", "rope_theta", *_LIMITS, *_FIXED)
+"""The keys of a block of rotary settings."""
+
 
 def rope_settings(raw: Mapping[str, Any]) -> dict[str, object]:
     """``rope_theta`` and ``yarn`` from either spelling: flat keys with ``rope_scaling``, or ``rope_parameters``.
 
     Raises:
-        ConfigError: another type of stretch than YaRN, or numbers that cannot be.
+        ConfigError: another type of stretch than YaRN, a key that is not known, numbers that cannot be, or two blocks
+            that contradict each other.
     """
-    name = next((n for n in ("rope_parameters", "rope_scaling") if raw.get(n) is not None), "rope_scaling")
-    block = raw.get(name)
-    if block is None:
-        return {}
+    found = {name: raw[name] for name in ROPE_BLOCKS if raw.get(name) is not None}
+    settings = [_settings(raw, block, name) for name, block in found.items()]
+    if len(settings) == len(ROPE_BLOCKS) and settings[0].get("yarn") != settings[1].get("yarn"):
+        raise ConfigError(" contradicts ".join(ROPE_BLOCKS))
+    return {key: value for part in settings for key, value in part.items()}
+
+
+def _settings(raw: Mapping[str, Any], block: object, name: str) -> dict[str, object]:
     if not isinstance(block, dict):
         raise ConfigError(f"{name} must be an object, not {quoted(block)}")
     kind = block.get("rope_type") or block.get("type") or "default"
     if kind not in ("yarn", "default"):
         raise ConfigError(f"{name} type {quoted(kind)} is not supported (default, yarn)")
-    out: dict[str, object] = {} if kind == "default" else {"yarn": _yarn(block, name)}
-    return out | _theta(raw, block, name)
+    _check_keys(block, name)
+    if kind == "yarn":
+        return {"yarn": _yarn(block, name)} | _theta(raw, block, name)
+    if unused := [key for key in _LIMITS if block.get(key) is not None]:
+        raise ConfigError(f"{unused[0]} of {name} is for the type yarn, and the type is {kind}")
+    return _theta(raw, block, name)
+
+
+def _check_keys(block: Mapping[str, Any], name: str) -> None:
+    for key, value in block.items():
+        if value is not None and key not in BLOCK_KEYS:
+            raise ConfigError(f"{name} has the unknown key {quoted(key)}, which may change the model")
+    for key, only in _FIXED.items():
+        if block.get(key) not in (None, only):
+            raise ConfigError(f"{key} {quoted(block[key])} of {name} is not supported (only {only!r})")
 
 
 def _theta(raw: Mapping[str, Any], block: Mapping[str, Any], name: str) -> dict[str, object]:

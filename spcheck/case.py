@@ -27,20 +27,22 @@ Requests = tuple[tuple[int, ...], ...]
 class Case:
     """One run of the pair on ``dp * tp`` ranks.
 
-    ``requests`` are the new tokens of each request; ``cached``, of the same shape, those that it holds before, None for
-    none. ``previous`` are the requests of a step that runs before, through the same buffers. ``generate`` steps follow
-    the case's own, each with the tokens that the one before sampled and drafted; with ``prefill_chunk`` a step takes at
-    most so many new tokens of a prompt, and those that follow take the rest. ``pad_to`` is the row count the target
-    step and draft step 0 are padded to; one that verifies drafts or prefills cached tokens may have more. With
-    ``graph_sizes`` every forward is padded to the smallest that holds it. ``overrides`` are config keys set by the
-    user, in order. ``reference`` and ``candidate`` are a subject's name, and behind a colon its scheme.
-    ``reference_world`` is 1 for a reference that the first rank of each data-parallel rank runs alone; None: as many
-    ranks as the candidate has. Request ``i`` uses adapter ``i mod (lora_adapters + 1)``, the last of which is none.
+    ``requests`` are the new tokens of each request; ``cached``, of the same shape, those that it holds before, None
+    for none. ``previous`` are the requests of a step that runs before, through the same buffers. ``generate`` steps
+    follow the case's own, each with the tokens that the one before sampled and drafted; with ``prefill_chunk`` a step
+    takes at most so many new tokens of a prompt, and those that follow take the rest. ``pad_to`` is the row count the
+    target step and draft step 0 are padded to; one that verifies drafts or prefills cached tokens may have more. With
+    ``graph_sizes`` every forward is padded to the smallest that holds it. ``scale`` is how large the model's sizes are
+    made, and ``overrides`` are config keys set by the user behind that, in order. ``reference`` and ``candidate`` are
+    a subject's name, and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of
+    each data-parallel rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter ``i mod
+    (lora_adapters + 1)``, the last of which is none.
     """
 
     requests: Requests
     tp: int
     model: str = "dsv32-tiny"
+    scale: str = "full"
     overrides: tuple[tuple[str, Any], ...] = ()
     cached: Requests | None = None
     previous: Requests | None = None
@@ -67,6 +69,10 @@ class Case:
     seed: int = 0
     backend: str = "auto"
     timeout: float = 60.0
+
+    def __hash__(self) -> int:
+        """Of the id: the values of ``overrides`` may be lists and objects."""
+        return hash(self.id)
 
     @property
     def dp(self) -> int:
@@ -107,6 +113,7 @@ class Case:
 
     def _shape(self) -> list[str]:
         words = ["--model", self.model]
+        words += ["--scale", self.scale] if self.scale != "full" else []
         for key, value in self.overrides:
             words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
         words += ["--mtp-steps", str(self.mtp_steps), "--aux-layers", _join(self.aux_layers) or "none"]

@@ -24,8 +24,13 @@ def batch_text(plan: Plan) -> str:
     return ", ".join(words)
 
 
+def weights_text(plan: Plan) -> str:
+    """``random weights, seed 0``, or which folder they are from."""
+    return f"random weights, seed {plan.case.seed}" if plan.folder is None else f"weights of {plan.folder}"
+
+
 def notes(plan: Plan) -> list[str]:
-    """Settings of the case that change nothing in it, each as a sentence: a pass says nothing about them."""
+    """What was set and changes nothing in this case, each as a sentence: a pass says nothing about it."""
     return list(_notes(plan))
 
 
@@ -33,6 +38,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     case = plan.case
     sides = [side for _, side in plan.sides if not side.plain]
     phases = [phase for phases in plan.phases for phase in phases]
+    if plan.model.ignores_quantization:
+        yield "the weights are random: quantization_config is ignored"
     if case.padding_content != "zero" and not any(p.padded > p.real for p in phases):
         yield f"no row is padded: --padding-content {case.padding_content} changes nothing"
     if case.graph_sizes and all(p.padded == (p.real or DUMMY_ROWS) for p in phases):

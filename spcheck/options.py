@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import click
@@ -26,6 +27,7 @@ from spcheck.case import (
 )
 from spcheck.checks import LARGEST_WORLD
 from spcheck.errors import UsageError
+from spcheck.scale import SCALES
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -106,7 +108,7 @@ def _models(_: click.Context, __: click.Parameter, beginning: str) -> list[Compl
     from spcheck.model import preset_names
 
     presets = [CompletionItem(name) for name in preset_names() if name.startswith(beginning)]
-    return [*presets, CompletionItem(beginning, type="dir")]
+    return [*presets, CompletionItem(beginning, type="file")]
 
 
 _OPTIONS = [
@@ -129,9 +131,12 @@ _OPTIONS = [
     click.option("--all2all-backend", type=click.Choice(ALL2ALL_BACKENDS), default=ALL2ALL_BACKENDS[0],
                  show_default=True, help="How rows reach the experts and come back."),
     click.option("--model", default="dsv32-tiny", show_default=True, shell_complete=_models,
-                 help="A preset, or a checkpoint folder."),
+                 help="A preset, a config.json, or a checkpoint folder; without stored weights they are random."),
+    click.option("--scale", type=click.Choice(SCALES), default="full", show_default=True,
+                 help="tiny: small sizes that the ranks divide in the place of the config's, for random weights."),
     click.option("--set", "overrides", callback=_settings, metavar="KEY=VALUE", multiple=True,
-                 help="Overrides a key of the model's config.json; repeatable."),
+                 help="Overrides a key of the model's config.json, after --scale; repeatable. A dot reaches a nested "
+                      "one: rope_scaling.factor=4. null is for absent."),
     click.option("--lora-rank", type=int, default=0, show_default=True, help="Rank of the LoRA adapters."),
     click.option("--lora-adapters", type=int, default=0, show_default=True,
                  help="Random adapters; the requests of all data-parallel ranks use them in turn, and then none."),
@@ -148,7 +153,8 @@ _OPTIONS = [
     click.option("--scheme", type=click.Choice(SCHEMES), default="auto", show_default=True,
                  help="Candidate's dataflow."),
     click.option("--require-scheme", type=click.Choice(SCHEMES[1:]), help="Exit 3 unless this scheme ran."),
-    click.option("--mtp-steps", type=int, default=1, show_default=True, help="Tokens that every step drafts."),
+    click.option("--mtp-steps", type=int, show_default="1, or 0 for a model without MTP layers",
+                 help="Tokens that every step drafts."),
     click.option("--aux-layers", callback=_numbers, metavar="I,I,...", default="none", show_default=True,
                  help="Layers whose input is kept as an auxiliary hidden state (EAGLE-style drafters)."),
     click.option("--pad-to", type=int, help="Pads the step to this many rows, as a captured CUDA graph does."),
@@ -160,7 +166,7 @@ _OPTIONS = [
     click.option("--padding-content", type=click.Choice(PADDING_CONTENTS), default="zero", show_default=True,
                  help="What padded rows hold. stale: the rows of the step before (--previous, or one that fills the "
                       "batch)."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Weights of a preset, tokens, padding."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Random weights, tokens, padding."),
     click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True,
                  help="What joins the ranks."),
     click.option("--timeout", type=float, default=60.0, show_default=True,
@@ -192,7 +198,20 @@ def case_of(options: dict[str, Any]) -> Case:
         raise UsageError(
             f"--timeout must be a positive number of seconds up to {_LONGEST:g}, not {options['timeout']:g}"
         )
-    return Case(requests=requests, cached=cached, **options)
+    drafts = options.pop("mtp_steps")
+    case = Case(requests=requests, cached=cached, mtp_steps=1 if drafts is None else drafts, **options)
+    return _with_drafts(case) if drafts is None else case
+
+
+def _with_drafts(case: Case) -> Case:
+    """The case with a drafted token, unless its model has no layer that drafts."""
+    from spcheck.model import load_model
+
+    try:
+        config = load_model(case)
+    except UsageError:
+        return case  # the plan says it, after what else is wrong
+    return case if config.num_nextn_predict_layers else replace(case, mtp_steps=0)
 
 
 def _requests_of(tokens: int | None, requests: _NewAndCached | None, dp: int | None) -> _NewAndCached:

@@ -10,7 +10,7 @@ from reference.config import ModelConfig
 from spcheck.case import Case, Requests
 from spcheck.checks import check_counts, check_lengths, check_requests, check_rows, check_settings, check_world
 from spcheck.exact import GRIDS, SMALL_HIDDEN, Grid
-from spcheck.model import load_model, preset_names
+from spcheck.model import Model, open_model
 from spcheck.phases import GraphPadding, Phase, layer_of, phases_of
 from spcheck.place import Place
 from spcheck.schemes import SidePlan, resolve_sides
@@ -28,10 +28,15 @@ class Plan:
     """
 
     case: Case
-    config: ModelConfig
+    model: Model
     reference: SidePlan
     candidate: SidePlan
     accepted: tuple[Accepted, ...] = ()
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        return self.model.config
 
     @property
     def scheme(self) -> str:
@@ -206,8 +211,8 @@ class Plan:
 
     @property
     def folder(self) -> Path | None:
-        """The checkpoint folder, or None where a preset gets random weights."""
-        return None if self.case.model in preset_names() else Path(self.case.model)
+        """The checkpoint folder, or None where the weights are random."""
+        return self.model.folder
 
 
 def make_plan(case: Case) -> Plan:
@@ -216,12 +221,13 @@ def make_plan(case: Case) -> Plan:
     Raises:
         UsageError: the case cannot exist; the message says why in one sentence.
     """
-    config = load_model(case)
+    model = open_model(case)
+    config = model.config
     check_requests(case)
     check_counts(case)
     check_settings(case)
     check_lengths(case, config)
-    plan = Plan(case, config, *resolve_sides(case))
+    plan = Plan(case, model, *resolve_sides(case))
     check_rows(case, plan.steps)
     check_world(case, config, (plan.reference, plan.candidate))
     return plan

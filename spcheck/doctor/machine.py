@@ -8,16 +8,16 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+from spcheck.memory import Memory, cgroups, memory, number_of, text_of
 
 PACKAGES = ("torch", "click", "numpy", "hypothesis", "deepdiff", "safetensors", "rich")
 """What spcheck needs, as pyproject.toml has it."""
 
 _ROOT = Path("/")
-_UNLIMITED = 1 << 60  # bytes; cgroup v1 writes a number near 2^63 where there is no limit
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,6 @@ class Cores:
     machine: int
     usable: int
     quota: float | None
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes: of the machine, free of it now, and what a cgroup allows. None where the system does not say."""
-
-    total: int | None
-    available: int | None
-    limit: int | None
 
 
 @dataclass(frozen=True)
@@ -87,9 +78,9 @@ def _version(package: str) -> str | None:
 def cores(root: Path = _ROOT) -> Cores:
     """``root`` is where the system's files lie."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [_quota(folder / "cpu.max") for folder in _cgroups(root)]
+    quotas = [_quota(folder / "cpu.max") for folder in cgroups(root)]
     old = root / "sys/fs/cgroup/cpu"
-    quota_us, period_us = _number(old / "cpu.cfs_quota_us"), _number(old / "cpu.cfs_period_us")
+    quota_us, period_us = number_of(old / "cpu.cfs_quota_us"), number_of(old / "cpu.cfs_period_us")
     if quota_us and period_us and quota_us > 0:
         quotas.append(quota_us / period_us)
     return Cores(os.cpu_count() or 1, usable, min((q for q in quotas if q is not None), default=None))
@@ -97,44 +88,8 @@ def cores(root: Path = _ROOT) -> Cores:
 
 def _quota(path: Path) -> float | None:
     """``200000 100000`` is two processors; ``max`` is no limit."""
-    quota, _, period = _text(path).partition(" ")
+    quota, _, period = text_of(path).partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def memory(root: Path = _ROOT) -> Memory:
-    """``root`` is where the system's files lie."""
-    sizes = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
-    limits = [_number(folder / "memory.max") for folder in _cgroups(root)]
-    limits.append(_number(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    limit = min((n for n in limits if n is not None and n < _UNLIMITED), default=None)
-    return Memory(_kibibytes(sizes.get("MemTotal")), _kibibytes(sizes.get("MemAvailable")), limit)
-
-
-def _kibibytes(text: str | None) -> int | None:
-    return int(text.split()[0]) * 1024 if text and text.split()[0].isdigit() else None
-
-
-def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders of this process's group (v2) and all above it: each may have a limit."""
-    top = root / "sys/fs/cgroup"
-    own = next((line[3:] for line in _text(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "/")
-    folder = top / own.strip("/")
-    yield folder
-    while folder != top and top in folder.parents:
-        folder = folder.parent
-        yield folder
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text.lstrip("-").isdigit() else None
 
 
 def temporary() -> Place:

@@ -42,8 +42,9 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
     from spcheck.case import Case
     from spcheck.errors import UsageError
     from spcheck.launch.ranks import run_processes, run_threads
+    from spcheck.memory import memory
     from spcheck.plan import make_plan
-    from spcheck.worker.weights import check_weights
+    from spcheck.worker.weights import check_room, check_weights
 
     gc.freeze()  # the half million objects of the imports live as long as the process: no need to visit them again
     plan = make_plan(Case.from_json(request["case"]))
@@ -51,6 +52,8 @@ def _serve(request: dict[str, Any], channel: TextIO) -> None:
         gpus = _gpus() if torch.version.cuda and plan.case.backend in ("auto", "nccl") else 0
         backend = _backend(plan.case.backend, plan.case.ranks, gpus)
         check_weights(plan)
+        if backend != "nccl":  # weights on GPUs are not in this memory
+            check_room(plan, memory().usable)
     except (UsageError, CheckpointError) as error:
         _say(channel, {"event": "refused", "message": str(error)})
         return

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from rich.markup import escape as escape_markup
 
-from spcheck.notes import batch_text, notes
+from spcheck.notes import batch_text, notes, weights_text
+from spcheck.plan import Plan
 from spcheck.printable import printable
 from spcheck.verdict import Comparison
+
+_CHANGES_A_LINE = 3
 
 
 def escape(text: str) -> str:
@@ -24,6 +27,7 @@ def head_lines(c: Comparison) -> Iterator[str]:
     what = [case.model, world, f"tokens {case.requests_text}", _numerics(c), f"mtp steps {case.mtp_steps}"]
     what += [f"generate {case.generate}"] if case.generate else []
     yield escape("  ".join([*what, backend]))
+    yield from map(escape, _model_lines(c.plan))
     if not (c.plan.reference.plain and c.plan.reference.tp == case.tp):
         yield escape(_reference(c))
     yield f"scheme {c.plan.scheme}: {escape(c.plan.reason)}"
@@ -32,6 +36,15 @@ def head_lines(c: Comparison) -> Iterator[str]:
     if "code" in c.environment:
         yield escape(f"reference and candidate from {c.environment['code']}")
     yield ""
+
+
+def _model_lines(plan: Plan) -> Iterator[str]:
+    """Of a config of one's own, that its weights are not; and what ``--scale`` made of it, some keys a line."""
+    if plan.model.named and plan.folder is None:
+        yield f"{weights_text(plan)}: no checkpoint was read"
+    changes = list(map(str, plan.model.scaled))
+    for first in range(0, len(changes), _CHANGES_A_LINE):
+        yield f"scaled: {', '.join(changes[first : first + _CHANGES_A_LINE])}"
 
 
 def _reference(c: Comparison) -> str:

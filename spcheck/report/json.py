@@ -12,7 +12,7 @@ from spcheck.contracts.check import Checked
 from spcheck.exact import STEP_BOUND
 from spcheck.judge import BOUNDS
 from spcheck.merge import total_choices
-from spcheck.notes import notes
+from spcheck.notes import notes, weights_text
 from spcheck.report.accounting import accounting_json
 from spcheck.report.generation import generation_json
 from spcheck.verdict import Comparison
@@ -36,6 +36,8 @@ def _document(c: Comparison) -> dict[str, Any]:
         "scheme_reason": c.verdict.reason,
         "sides": {name: asdict(side) for name, side in c.plan.sides},
         "case": case.id,
+        "weights": weights_text(c.plan),
+        "scaled": [asdict(change) for change in c.plan.model.scaled],
         "notes": notes(c.plan),
         "numerics": _numerics(c),
         "choices": asdict(total_choices(c.results)),

@@ -1,7 +1,8 @@
-"""The case's weights: a checkpoint folder's, or random ones by seed for a preset; on a grid in exact mode."""
+"""The case's weights: a checkpoint folder's, or random ones by seed; on a grid in exact mode."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from functools import lru_cache
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from reference.checkpoint import Checkpoint, RandomWeights, TensorReader, check_tensors
 from reference.config import ModelConfig
+from spcheck.errors import UsageError
 from spcheck.exact import Grid
 from spcheck.guard import merge_norms
 from spcheck.plan import Plan
@@ -109,6 +111,27 @@ def _largest_norm(rows: Tensor) -> float:
 def _random_weights(config: ModelConfig, seed: int) -> RandomWeights:
     """One reader for all ranks that are threads, and for cases of one model that follow each other."""
     return RandomWeights(config, seed, own_tables=True)
+
+
+def check_room(plan: Plan, free: int | None) -> None:
+    """Compares random weights with the bytes of memory that are free, before any is drawn; None: nobody knows.
+
+    All ranks together hold each tensor as it is drawn, in bfloat16, and one subject's copy in the working type. What a
+    run needs besides is not counted.
+
+    Raises:
+        UsageError: they cannot be held.
+    """
+    if plan.folder is not None or free is None:
+        return
+    reader = _random_weights(plan.config, plan.case.seed)
+    elements = sum(math.prod(reader.shape(name)) for name in reader.names())
+    need = elements * (torch.bfloat16.itemsize + getattr(torch, plan.dtype).itemsize)
+    if need > free:
+        raise UsageError(
+            f"the weights of {plan.case.model} take {need / 2**30:,.1f} GiB at least, and {free / 2**30:,.1f} GiB of "
+            f"memory are free{'' if plan.case.scale != 'full' else ': try --scale tiny'}"
+        )
 
 
 def check_weights(plan: Plan) -> None:
