@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from spcheck import __version__
-from spcheck.doctor.machine import Cores, Machine, Memory
+from spcheck.doctor.machine import Cores, Machine
 from spcheck.doctor.torch_facts import Torch
 from spcheck.doctor.trial import Backend, Diagnosis
+from spcheck.memory import Memory
 from spcheck.printable import printable
 
 SCHEMA = "spcheck.doctor/1"

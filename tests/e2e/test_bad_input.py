@@ -146,8 +146,8 @@ def test_a_file_cut_short(one):
     assert_one_sentence(refusal(one), f"{one / ONE} is not a whole safetensors file")
 
 
-def test_no_weights_and_an_empty_folder(one, tmp_path):
-    (one / ONE).unlink()
+def test_weights_of_another_name_and_an_empty_folder(one, tmp_path):
+    (one / ONE).rename(one / "weights.safetensors")
     assert_one_sentence(refusal(one), f"{one} has neither model.safetensors nor model.safetensors.index.json")
     (tmp_path / "empty").mkdir()
     assert_refused(spcheck("--model", str(tmp_path / "empty")), "has no readable config.json")
@@ -298,7 +298,7 @@ def as_nobody(folder, say):
 YARN = RAW["rope_scaling"]
 CONFIGS = {
     "no model_type": ({"model_type": None}, "model_type None is not supported"),
-    "another model": ({"model_type": "llama"}, "model_type 'llama' is not supported (deepseek_v3, deepseek_v32)"),
+    "another model": ({"model_type": "llama"}, "model_type 'llama' is not supported (deepseek_v3, deepseek_v32, kimi_k2)"),
     "an evil model_type": ({"model_type": EVIL}, r"model_type 'evil\n\x1b[31mname"),
     "a long model_type": ({"model_type": "x" * 10**6}, "model_type 'xxx"),
     "a list for a model_type": ({"model_type": ["deepseek_v3"]}, "model_type ['deepseek_v3'] is not supported"),
@@ -322,7 +322,6 @@ CONFIGS = {
     "a million layers": ({"num_hidden_layers": 10**6}, "num_hidden_layers must be at most 1000"),
     "too many experts": ({"num_hidden_layers": 900, "n_routed_experts": 9000}, "9000 in 900 layers are more than"),
     "null for a size": ({"q_lora_rank": None}, "q_lora_rank must be int, not None"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supported"),
     "a bias": ({"attention_bias": True}, "attention_bias True is not supported"),
     "a stretch of another kind": ({"rope_scaling": {"type": EVIL}}, r"rope_scaling type 'evil\n"),
     "a tiny stretch": ({"rope_scaling": YARN | {"factor": 1e-300}}, "factor of rope_scaling must be from 1 to 1e+06"),
@@ -363,6 +362,11 @@ def test_a_config_that_is_none(tmp_path, content, says):
     assert_refused(spcheck("--model", str(tmp_path)), says)
 
 
+def test_a_quantized_checkpoint(one):
+    (one / "config.json").write_text(json.dumps(RAW | {"quantization_config": {"quant_method": "fp8"}}))
+    assert_refused(spcheck("--model", str(one)), "quantized checkpoints are not supported")
+
+
 def test_null_means_absent(one):
     absent = ["attention_bias", "quantization_config", "mlp_bias", "rope_interleave", "mlp_layer_types", "qk_head_dim"]
     (one / "config.json").write_text(json.dumps(RAW | dict.fromkeys(absent) | {"rope_parameters": None}))
@@ -376,7 +380,9 @@ def test_null_means_absent(one):
         (["index_top_k=1"], "unknown config key 'index_top_k' (did you mean index_topk?)"),
         (["zzz=1"], "unknown config key 'zzz'"),
         (["yarn={}"], "unknown config key 'yarn'"),
-        (["rope_scaling.factor=2"], "'rope_scaling.factor' (no part of a nested key can be set)"),
+        (["rope_scaling.fact=2"], "unknown config key 'rope_scaling.fact' (did you mean rope_scaling.factor?)"),
+        (["rope_scaling.factor=0"], "factor of rope_scaling must be positive, not 0"),
+        (["torch_dtype=float32"], "config key 'torch_dtype' cannot be set: it changes nothing that is computed"),
         ([f"{EVIL}=2"], r"unknown config key 'evil\n\x1b"),
         (["hidden_size=ninety"], "hidden_size must be int, not 'ninety'"),
         (["hidden_size=96.0"], "hidden_size must be int, not 96.0"),

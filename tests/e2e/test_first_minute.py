@@ -80,7 +80,7 @@ def test_completion(line, offered):
 def test_files_and_folders_are_left_to_the_shell():
     assert completions("spcheck diff --json ")[0][0] == "file"
     kinds = {kind for kind, _ in completions("spcheck diff --model ")}
-    assert kinds == {"plain", "dir"}
+    assert kinds == {"plain", "file"}
     assert ("plain", "dsv32-tiny") in completions("spcheck diff --model dsv")
 
 
