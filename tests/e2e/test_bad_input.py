@@ -298,7 +298,7 @@ def as_nobody(folder, say):
 YARN = RAW["rope_scaling"]
 CONFIGS = {
     "no model_type": ({"model_type": None}, "model_type None is not supported"),
-    "another model": ({"model_type": "llama"}, "model_type 'llama' is not supported (deepseek_v3, deepseek_v32, kimi_k2)"),
+    "another model": ({"model_type": "llama"}, "model_type 'llama' is not supported (deepseek_v3, deepseek_v32"),
     "an evil model_type": ({"model_type": EVIL}, r"model_type 'evil\n\x1b[31mname"),
     "a long model_type": ({"model_type": "x" * 10**6}, "model_type 'xxx"),
     "a list for a model_type": ({"model_type": ["deepseek_v3"]}, "model_type ['deepseek_v3'] is not supported"),

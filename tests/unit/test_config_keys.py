@@ -96,7 +96,7 @@ def test_kimi_k2_is_read_as_v3():
 def test_configs_beside_the_project(file):
     published = without_quantization(json.loads(file.read_text()))
     if published["model_type"] in OTHER_MODELS:
-        with pytest.raises(ConfigError, match="model_type .* is not supported"):
+        with pytest.raises(ConfigError, match=r"model_type .* is not supported"):
             parse_config(published)
     else:
         assert parse_config(published).hidden_size == published["hidden_size"]
