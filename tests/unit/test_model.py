@@ -1,6 +1,7 @@
 """spcheck.model: where a case's config and weights come from, and what the user's scale and settings make of them."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_settings_come_behind_the_scale(folder):
     ("options", "says"),
     [
         ({"scale": "tiny"}, "--scale tiny is for random weights, and"),
-        ({"model": "no-such-model"}, "is neither a preset (dsv32-alternating, dsv32-tiny) nor a folder nor a .json"),
+        ({"model": "no-such-model"}, " nor a folder nor a .json file"),
         ({"model": "no-such-file.json"}, "--model no-such-file.json is neither a preset"),
         ({"overrides": (("rope_scaling.facto", 2),)}, "(did you mean rope_scaling.factor?)"),
     ],
@@ -104,8 +105,6 @@ def test_refused(options, says):
 
 
 def test_a_pipe_and_a_folder_of_the_name_are_no_config(tmp_path):
-    import os
-
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     for name, says in (("pipe.json", "is no readable file"), ("folder.json", "has no readable config.json")):
