@@ -66,7 +66,7 @@ class Comparison:
 def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, Any], failure: str | None) -> Comparison:
     """Judges a run. ``failure`` is the sentence of a run that did not come to its end."""
     plan = _as_it_went(plan, reports)
-    results = merge_probes(reports)
+    results = _in_order(plan, merge_probes(reports))
     rows = check_rows(plan, reports)
     collectives = check_collectives(plan, reports)
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
@@ -102,6 +102,12 @@ def _as_it_went(plan: Plan, reports: Sequence[RankReport]) -> Plan:
     histories = [report.get("accepted", ()) for report in reports]
     accepted = max(histories, key=len, default=())
     return replace(plan, accepted=tuple(tuple(map(tuple, step)) for step in accepted))
+
+
+def _in_order(plan: Plan, results: Sequence[ProbeResult]) -> list[ProbeResult]:
+    """By the forward they belong to: no rank need have seen all of them, since an idle one compares nothing."""
+    forwards = {(phase.kind, phase.call): number for number, phase in enumerate(plan.phases[0])}
+    return sorted(results, key=lambda r: forwards.get((r.phase, r.call), len(forwards)))
 
 
 def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:

@@ -209,3 +209,13 @@ def test_the_verdict_line_says_when_sp_did_not_run():
 def test_merging_keeps_the_order_of_the_rank_that_saw_most():
     merged = merge_probes(reports([row("b", difference())], [row("a", difference()), row("b", difference())]))
     assert [r.probe for r in merged] == ["a", "b"]
+
+
+def test_forwards_that_different_ranks_saw_stand_in_the_order_in_which_they_ran():
+    """One data-parallel rank is idle in the step before, the other one in the case's own step."""
+    plan = make_plan(Case(requests=((1,), ()), previous=((), (3,)), tp=1, mtp_steps=0, numerics="float64"))
+    before, own = (row("model.norm.out", wrong()), {**row("model.norm.out", difference()), "call": 1})
+    cache = {**row("model.layers.0.self_attn.cache.latent", wrong()), "phase": "cache"}
+    c = judged([own, cache], [before, cache], plan=plan)
+    assert [(r.phase, r.call) for r in c.results] == [("target", 0), ("target", 1), ("cache", 0)]
+    assert c.verdict.first_divergence["probe"] == "model.norm.out"
