@@ -14,7 +14,6 @@ from spcheck.contracts.work import check_work
 from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.findings import (
     at_place,
-    beyond_rounding,
     breach_findings,
     exactness_findings,
     pairing_findings,
@@ -26,7 +25,7 @@ from spcheck.generation import Generation, generation_of
 from spcheck.judge import Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
-from spcheck.subject import CHOICES
+from spcheck.rounding import is_definite
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     contracts = (rows, collectives, work, check_memory(plan, reports))
     exactness = check_exactness(plan, reports)
-    first = _first_over(plan.case.numerics, results)
+    first = _first_over(plan, results)
     broken = explain(reports, plan.case.tp) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
     if broken and broken.divergence:
@@ -118,14 +117,14 @@ def _equal(results: Sequence[ProbeResult]) -> int:
     return sum(r.bitwise_equal for r in _compared(results))
 
 
-def _first_over(numerics: str, results: Sequence[ProbeResult]) -> ProbeResult | None:
+def _first_over(plan: Plan, results: Sequence[ProbeResult]) -> ProbeResult | None:
     """The first probe in execution order whose value is wrong: all that ran before it agreed.
 
-    In bfloat16 a value over its bound may be rounding; what no rounding explains is named before it.
+    A value over its bound may still be rounding; what is no rounding is named before it.
     """
     over = [r for r in results if r.over]
-    plain = [r for r in over if not (numerics == "bfloat16" and r.kind not in CHOICES and not beyond_rounding(r))]
-    return next(iter(plain or over), None)
+    definite = [r for r in over if is_definite(plan, r)]
+    return next(iter(definite or over), None)
 
 
 def _first_divergence(
