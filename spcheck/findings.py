@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +9,15 @@ from spcheck.contracts.check import Breach, Checked
 from spcheck.contracts.exactness import Exactness
 from spcheck.contracts.rows import must_fire
 from spcheck.exact import STEP_BOUND
-from spcheck.judge import BOUNDS, Finding
+from spcheck.judge import Finding
 from spcheck.merge import ProbeResult, RankReport
 from spcheck.plan import Plan
+from spcheck.rounding import beyond_rounding, may_be_rounding, rounding_reason
 from spcheck.schemes import SidePlan
 from spcheck.sentences import label, near_tie, place, sentence
 from spcheck.subject import CHOICES, STEERING
 
 _GOES_ON = "; the run goes on with the reference's"
-_MANY = 4  # rows: one or two may be wrong by half in bfloat16, most of many are not
 
 
 def value_findings(
@@ -35,8 +34,8 @@ def value_findings(
     if first is None:
         return findings
     choice = first.kind in CHOICES
-    outcome, why = _outcome_of(plan.case.numerics, first, results, exactness)
-    later = sum(1 for r in results if r.over) - 1
+    outcome, why = _outcome_of(plan, first, results, exactness)
+    later = sum(1 for r in results[results.index(first) + 1 :] if r.over)
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
     why += _GOES_ON if plan.case.generate and first.kind in STEERING else ""
@@ -52,7 +51,7 @@ def token_findings(
         if r.kind not in STEERING or r is first:
             continue
         if r.over:
-            outcome, why = _outcome_of(plan.case.numerics, r, results, exactness)
+            outcome, why = _outcome_of(plan, r, results, exactness)
             findings.append(Finding("token", outcome, sentence(r, plan) + why + _GOES_ON, at_place(r, r.first)))
         elif r.choices is not None and r.choices.within:
             findings.append(Finding("token", "EQUIVALENT", near_tie(r, plan) + _GOES_ON, at_place(r, r.flip)))
@@ -60,7 +59,7 @@ def token_findings(
 
 
 def _outcome_of(
-    numerics: str, result: ProbeResult, results: Sequence[ProbeResult], exactness: Exactness | None
+    plan: Plan, result: ProbeResult, results: Sequence[ProbeResult], exactness: Exactness | None
 ) -> tuple[str, str]:
     """The outcome that a difference means, the first or one of a token, and what to add to its sentence."""
     exact = exactness is not None and not exactness.doubts
@@ -73,22 +72,9 @@ def _outcome_of(
         return "DIVERGED", ""
     if any(r.straddle is not None for r in until_here):
         return "INCONCLUSIVE", "; a rounding straddle came before, another --seed tells"
-    if _rounding_may_explain(numerics, result, exact=exact):
-        tells = "see the guard" if numerics == "exact" else "--numerics exact tells"
-        return "INCONCLUSIVE", f"; a rounding difference may explain it, {tells}"
+    if may_be_rounding(plan, result, exact=exact):
+        return "INCONCLUSIVE", rounding_reason(plan)
     return "DIVERGED", ""
-
-
-def _rounding_may_explain(numerics: str, first: ProbeResult, *, exact: bool) -> bool:
-    """Whether a correct candidate could differ like this in the working type."""
-    if numerics == "exact":
-        # Without the guarantee the run is a plain float64 run.
-        return not exact and first.kind not in CHOICES and first.max_rel <= BOUNDS["float64"]
-    if first.kind in CHOICES:
-        # A near tie: below float64 it was replayed, and is no difference at all.
-        return first.choices is not None and not first.choices.beyond
-    # In bfloat16 no bound on finite values tells a bug from rounding.
-    return numerics == "bfloat16"
 
 
 def exactness_findings(plan: Plan, results: Sequence[ProbeResult], exactness: Exactness | None) -> list[Finding]:
@@ -103,13 +89,6 @@ def exactness_findings(plan: Plan, results: Sequence[ProbeResult], exactness: Ex
     for doubt in exactness.all_doubts if exactness else ():
         findings.append(Finding("guard", "INCONCLUSIVE", f"exactness is not guaranteed: {doubt}"))
     return findings
-
-
-def beyond_rounding(result: ProbeResult) -> bool:
-    """Ranks that disagree, another shape, a candidate that is not finite or mostly wrong by half: never rounding."""
-    gross = sum(rows for exponent, rows in result.histogram.items() if exponent >= 0)  # wrong by half and more
-    most = result.kind not in CHOICES and 2 * gross > result.rows >= _MANY
-    return result.replica is not None or (math.isinf(result.max_rel) and not result.reference_nan) or most
 
 
 def pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:

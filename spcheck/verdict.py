@@ -14,7 +14,6 @@ from spcheck.contracts.work import check_work
 from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.findings import (
     at_place,
-    beyond_rounding,
     breach_findings,
     exactness_findings,
     pairing_findings,
@@ -26,7 +25,7 @@ from spcheck.generation import Generation, generation_of
 from spcheck.judge import Finding, Verdict, outcome_of
 from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
-from spcheck.subject import CHOICES
+from spcheck.rounding import is_definite
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,14 @@ class Comparison:
 def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, Any], failure: str | None) -> Comparison:
     """Judges a run. ``failure`` is the sentence of a run that did not come to its end."""
     plan = _as_it_went(plan, reports)
-    results = merge_probes(reports)
+    results = _in_order(plan, merge_probes(reports))
     rows = check_rows(plan, reports)
     collectives = check_collectives(plan, reports)
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     contracts = (rows, collectives, work, check_memory(plan, reports))
     exactness = check_exactness(plan, reports)
-    first = _first_over(plan.case.numerics, results)
+    first = _first_over(plan, results)
     broken = explain(reports, plan.case.tp) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
     if broken and broken.divergence:
@@ -104,6 +103,12 @@ def _as_it_went(plan: Plan, reports: Sequence[RankReport]) -> Plan:
     return replace(plan, accepted=tuple(tuple(map(tuple, step)) for step in accepted))
 
 
+def _in_order(plan: Plan, results: Sequence[ProbeResult]) -> list[ProbeResult]:
+    """By the forward they belong to: no rank need have seen all of them, since an idle one compares nothing."""
+    forwards = {(phase.kind, phase.call): number for number, phase in enumerate(plan.phases[0])}
+    return sorted(results, key=lambda r: forwards.get((r.phase, r.call), len(forwards)))
+
+
 def _compared(results: Sequence[ProbeResult]) -> list[ProbeResult]:
     return [r for r in results if r.rows]
 
@@ -112,14 +117,14 @@ def _equal(results: Sequence[ProbeResult]) -> int:
     return sum(r.bitwise_equal for r in _compared(results))
 
 
-def _first_over(numerics: str, results: Sequence[ProbeResult]) -> ProbeResult | None:
+def _first_over(plan: Plan, results: Sequence[ProbeResult]) -> ProbeResult | None:
     """The first probe in execution order whose value is wrong: all that ran before it agreed.
 
-    In bfloat16 a value over its bound may be rounding; what no rounding explains is named before it.
+    A value over its bound may still be rounding; what is no rounding is named before it.
     """
     over = [r for r in results if r.over]
-    plain = [r for r in over if not (numerics == "bfloat16" and r.kind not in CHOICES and not beyond_rounding(r))]
-    return next(iter(plain or over), None)
+    definite = [r for r in over if is_definite(plan, r)]
+    return next(iter(definite or over), None)
 
 
 def _first_divergence(

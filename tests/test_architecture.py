@@ -40,6 +40,7 @@ LAYERS = [
         "spcheck.contracts",
         "spcheck.diagnose",
         "spcheck.notes",
+        "spcheck.rounding",
         "spcheck.sentences",
         "spcheck.worker",
         "spcheck.failure",

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from spcheck.contracts.check import Breach, Checked, Reports, first_of_each_place
+from spcheck.contracts.padded import Key, PaddedChoices
 from spcheck.contracts.rows import phase_of_probe
 from spcheck.dispatch import carries_ids, expert_rows, experts_per_rank, is_by_choice, members
 from spcheck.phases import Phase
@@ -13,16 +14,13 @@ from spcheck.place import Place
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
 
-_Key = tuple[str, int]
-"""(layer, call)."""
-
 
 def check_work(plan: Plan, reports: Reports, other_choices: Collection[tuple[str, int]]) -> Checked:
-    """Rows each expert computed: the reference's choices exactly, plus all padded rows' where these are routed.
+    """Rows each expert computed: those of the reference's choices, and where padded rows are routed those of their own.
 
-    Rows routed without skipping: graph padding, and under SP the rows a shard adds. ``other_choices`` are the
-    (probe, call) at which the candidate chose other experts, a finding of its own: only the total counts there. A plain
-    subject has no counts of work.
+    Rows routed without skipping: graph padding, and under SP the rows a shard adds. Each of them must go where its own
+    gate chose. ``other_choices`` are the (probe, call) at which the candidate chose other experts, a finding of its
+    own: only the total counts there. A plain subject has no counts of work.
     """
     chosen = _chosen(plan, reports)
     checked = 0
@@ -35,9 +33,9 @@ def check_work(plan: Plan, reports: Reports, other_choices: Collection[tuple[str
     return Checked(checked, first_of_each_place(breaches))
 
 
-def _chosen(plan: Plan, reports: Reports) -> dict[_Key, list[int]]:
+def _chosen(plan: Plan, reports: Reports) -> dict[Key, list[int]]:
     """Rows per global expert that the reference's real rows chose, over all data-parallel ranks."""
-    totals: dict[_Key, list[int]] = {}
+    totals: dict[Key, list[int]] = {}
     for report in reports:
         for probe, call, counts, _ in report.get("expert_rows", []):
             key = probe.removesuffix(".mlp.gate.choose.out"), call
@@ -46,7 +44,7 @@ def _chosen(plan: Plan, reports: Reports) -> dict[_Key, list[int]]:
     return totals
 
 
-def _key(probe: str, call: int) -> _Key:
+def _key(probe: str, call: int) -> Key:
     return probe.removesuffix(".mlp.experts.work"), call
 
 
@@ -58,8 +56,9 @@ class _Work:
     ) -> None:
         self.plan, self.subject, self.side, self.reports, self.excused = plan, subject, side, reports, excused
         self.local = experts_per_rank(plan.case, plan.config)
+        self.padded = PaddedChoices(plan, subject, side, reports)
 
-    def check(self, chosen: Mapping[_Key, list[int]]) -> tuple[int, list[Breach]]:
+    def check(self, chosen: Mapping[Key, list[int]]) -> tuple[int, list[Breach]]:
         """How many counts there are, and what is wrong with them."""
         if misshapen := self.misshapen():
             return 1, misshapen
@@ -69,6 +68,7 @@ class _Work:
             for layer, call in {**chosen, **done}:
                 nothing = [0] * self.plan.config.n_routed_experts
                 expected, counts = chosen.get((layer, call), nothing), done.get((layer, call), nothing)
+                breaches += self.astray((layer, call), rank)
                 by_expert = (f"{layer}.mlp.gate.choose.out", call) not in self.excused
                 breaches += self.wrong((layer, call), expected, counts, rank, by_expert=by_expert)
         return checked, breaches + list(self.wrong_travel())
@@ -85,13 +85,13 @@ class _Work:
             for report in self.reports for probe, call, counts in self.log(report) if len(counts) != self.local
         ]  # fmt: skip
 
-    def done(self) -> Iterator[tuple[int | None, dict[_Key, list[int]]]]:
+    def done(self) -> Iterator[tuple[int | None, dict[Key, list[int]]]]:
         """Rows that each global expert computed: over all ranks (None), or on each that has channels of all experts."""
         if not self.plan.case.expert_parallel:
             for report in self.reports:
                 yield report["rank"], {_key(probe, call): counts for probe, call, counts in self.log(report)}
             return
-        done: dict[_Key, list[int]] = {}
+        done: dict[Key, list[int]] = {}
         for report in self.reports:
             for probe, call, counts in self.log(report):
                 total = done.setdefault(_key(probe, call), [0] * self.plan.config.n_routed_experts)
@@ -99,25 +99,33 @@ class _Work:
                     total[expert] += rows
         yield None, done
 
-    def wrong(
-        self, key: _Key, wanted: list[int], done: list[int], rank: int | None, *, by_expert: bool
-    ) -> list[Breach]:
+    def wrong(self, key: Key, wanted: list[int], done: list[int], rank: int | None, *, by_expert: bool) -> list[Breach]:
         probe, call = f"{key[0]}.mlp.experts.work", key[1]
         skipped = self.plan.case.skip_padding
-        pairs = enumerate(zip(wanted, done, strict=True))
-        wrong = [e for e, (w, d) in pairs if (w != d if skipped else d < w)]
+        padding = self.padded.rows_of_experts(key, rank)
+        wrong = [e for e, (w, p, d) in enumerate(zip(wanted, padding, done, strict=True)) if w + p != d]
         where = "" if rank is None else f" on rank {rank}"
         extra = 0 if skipped else self.padded_rows(probe, call) * self.plan.config.num_experts_per_tok
         if wrong and by_expert:
-            e, rule = wrong[0], "padded rows skipped" if skipped else "every real row routed"
-            message = f"expert {e} computed {done[e]} rows{where}, the reference routed {wanted[e]} to it ({rule})"
+            e = wrong[0]
+            rule = " (padded rows skipped)" if skipped else f", and the gate {padding[e]} padded rows"
+            message = f"expert {e} computed {done[e]} rows{where}, the reference routed {wanted[e]} to it{rule}"
         elif sum(done) != sum(wanted) + extra:
             message = f"{sum(done)} rows computed by all experts{where}, {sum(wanted) + extra} expected"
         else:
             return []
+        return [self.breach(key, message, rank)]
+
+    def astray(self, key: Key, rank: int | None) -> list[Breach]:
+        """Padded rows that do not go where their own gate chose."""
+        return [self.breach(key, message, holder) for holder, message in self.padded.astray(key, rank)]
+
+    def breach(self, key: Key, message: str, rank: int | None) -> Breach:
+        """One breach of the work of a layer."""
+        probe, call = f"{key[0]}.mlp.experts.work", key[1]
         phase = phase_of_probe(probe, self.plan, call)
         name = self.plan.probe_name(probe, phase.kind, call) if phase else probe
-        return [Breach("work", f"{name}: {message}", self.subject, probe, call, rank, phase.kind if phase else "")]
+        return Breach("work", f"{name}: {message}", self.subject, probe, call, rank, phase.kind if phase else "")
 
     def padded_rows(self, probe: str, call: int) -> int:
         """Rows that are no token, over all data-parallel ranks."""
@@ -125,7 +133,7 @@ class _Work:
         return sum(expert_rows(self.side, phase) - phase.real for phase in phases if phase is not None)
 
     def wrong_travel(self) -> Iterator[Breach]:
-        """All-to-all: to each rank go the rows that chose one of its experts, and of padding at most all."""
+        """All-to-all: to each rank go the rows that chose one of its experts, and no others."""
         if not is_by_choice(self.side, self.plan.case):
             return
         chosen = self.rows_to_ranks()
@@ -170,15 +178,15 @@ class _Work:
     def wrong_sizes(self, rank: int, phase: Phase, call: dict[str, Any], wanted: list[int]) -> list[Breach]:
         place, group = self.plan.place(rank), members(self.side, self.plan.case, rank)
         if self.plan.case.expert_parallel:
-            least = [wanted[member] if wanted else 0 for member in group]
-        else:
-            least = [phase.real] * len(group)  # every rank has channels of every expert
-        padding = 0 if self.plan.case.skip_padding else self.own_padding(place, phase)
-        if len(least) == len(call["sizes"]) and all(
-            low <= sent <= low + padding for low, sent in zip(least, call["sizes"], strict=True)
-        ):
+            real = [wanted[member] if wanted else 0 for member in group]
+            to_rank = self.padded.rows_to_ranks((call["module"].partition(".mlp.")[0], phase.call), rank)
+            padding = [to_rank[member] for member in group]
+        else:  # every rank has channels of every expert
+            real = [phase.real] * len(group)
+            padding = [0 if self.plan.case.skip_padding else self.own_padding(place, phase)] * len(group)
+        if [r + p for r, p in zip(real, padding, strict=True)] == list(call["sizes"]):
             return []
-        rule = f"{least} chose experts there" + (f", and {padding} rows are padding" if padding else "")
+        rule = f"{real} chose experts there" + (f", and {padding} padded rows" if any(padding) else "")
         name = self.plan.probe_name(call["module"], phase.kind, phase.call)
         message = f"{name}: rank {rank} sends {list(call['sizes'])} rows to the ranks of {call['group']}, {rule}"
         return [Breach("work", message, self.subject, f"{call['module']}.work", phase.call, rank)]

@@ -20,6 +20,7 @@ from spcheck.case import Case
 from spcheck.comm.trace import Trace
 from spcheck.errors import HostFailed, UsageError
 from spcheck.failure import failure_sentence, internal_error
+from spcheck.launch.ending import ending, exit_code
 from spcheck.launch.examine import examine, trace_file
 from spcheck.launch.files import meeting_place, nameless_file
 from spcheck.launch.patience import Patience, earlier, limit_text
@@ -36,7 +37,6 @@ class Progress(Protocol):
 
 
 _TICK = 0.25  # seconds between two looks at how far the ranks are
-_LAST_MOMENT = 5.0  # seconds between a closed channel and the end of the process behind it
 
 
 @dataclass
@@ -53,7 +53,7 @@ def run_case(case: Case, progress: Progress) -> RunLog:
 
     Raises:
         UsageError: the machine cannot run it (GPUs, tensors of a checkpoint folder, no current or temporary folder).
-        HostFailed: the host ended without an answer.
+        HostFailed: the host ended by itself without an answer.
     """
     began = time.monotonic()
     _check_folder()
@@ -131,8 +131,8 @@ def _listen(
                 raise HostFailed(*internal)
             log.failure = failure_sentence(log.reports)
             return log
-    if log.environment:  # it had begun: what runs in it, the subjects included, took it down
-        log.failure = f"the process of all ranks {_ending(host)} and no report"
+    log.failure = ending(exit_code(host), began=bool(log.environment))
+    if log.failure is not None:
         return log
     errors.seek(0)
     said = errors.read().decode(errors="replace").strip()
@@ -146,13 +146,6 @@ def _examine(log: RunLog, host: subprocess.Popen[bytes], errors: IO[bytes], case
     log.reports = examine(traces, case.ranks, StackFile(errors) if threads else None, host, limit_text(case.timeout))
     if threads and host.returncode is None and log.reports:
         log.failure = failure_sentence(log.reports)
-
-
-def _ending(host: subprocess.Popen[bytes]) -> str:
-    try:
-        return f"ended with exit code {host.wait(_LAST_MOMENT)}"
-    except subprocess.TimeoutExpired:
-        return "goes on with its channel closed"
 
 
 def _messages(

@@ -274,4 +274,6 @@ def _last_equal(c: Comparison) -> str | None:
     if not index:
         return None
     before = c.results[index - 1]
+    if before.over:  # rounding may explain it: it was not the first to be named
+        return None
     return c.plan.probe_name(before.probe, before.phase, before.call)

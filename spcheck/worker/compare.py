@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from spcheck.comm.interface import World
 from spcheck.contracts.rows import may_be_silent
-from spcheck.dispatch import experts_per_rank
 from spcheck.exact import SHORT_SUM, point_of
 from spcheck.judge import bound_of
 from spcheck.phases import Phase
@@ -21,6 +20,7 @@ from spcheck.subject import Tap
 from spcheck.worker.align import Aligned, owned_rows
 from spcheck.worker.capture import TapError
 from spcheck.worker.choices import Choices, measure_choices
+from spcheck.worker.expert_rows import GATE_CHOICE, count_experts
 from spcheck.worker.measure import Difference, Pair, measure_all, measure_sets
 from spcheck.worker.replay import is_choice, scores_of
 from spcheck.worker.snap import snap
@@ -70,8 +70,9 @@ class Comparer:
             row |= measured.get(probe) or {"unpaired": "reference" if probe in expected.values else "candidate"}
             row |= self._faults(tap, phase, expected.replica_faults.get(probe), actual.replica_faults.get(probe))
             self._report["probes"].append(row)
-            if probe.endswith(".mlp.gate.choose.out") and probe in expected.values:
-                self._count_experts(probe, phase, expected.values[probe])
+            if probe.endswith(GATE_CHOICE) and probe in expected.values:
+                counts = count_experts(expected.values[probe], self._plan)
+                self._report["expert_rows"].append([probe, phase.call, *counts])
 
     def _measured(self, phase: Phase, probes: Sequence[str], expected: Values, actual: Values) -> dict[str, Row]:
         """Probe -> what was measured, and where."""
@@ -151,15 +152,6 @@ class Comparer:
 
     def _at(self, request: int, position: int) -> Row:
         return {"dp": self._place.dp_rank, "request": request, "position": position}
-
-    def _count_experts(self, probe: str, phase: Phase, ids: Tensor) -> None:
-        """How many of the rows owned here chose each expert, and how many some expert of each rank of the world."""
-        experts, ranks = self._plan.config.n_routed_experts, self._plan.case.ranks
-        counts = torch.bincount(ids[ids >= 0].flatten().long(), minlength=experts)
-        # A pair of plain subjects may have more ranks than experts, and nobody reads this.
-        blocks = ids.long() // max(experts_per_rank(self._plan.case, self._plan.config), 1)
-        to_rank = [int((blocks == rank).any(dim=1).sum()) for rank in range(ranks)]
-        self._report["expert_rows"].append([probe, phase.call, counts.tolist(), to_rank])
 
 
 def _conditioning(probe: str, values: Values) -> float:

@@ -30,8 +30,11 @@ def fingerprint(replicas: Mapping[str, Tensor]) -> Tensor:
 
 
 def row_digests(x: Tensor) -> Tensor:
-    """[rows] int64 fingerprints of [rows, width]: equal rows (bitwise, but for -0 and +0) have equal ones."""
-    flat = x.reshape(x.shape[0], -1)
+    """[rows] int64 fingerprints of [rows, ...]: equal rows (bitwise, but for -0 and +0) have equal ones.
+
+    An idle data-parallel rank has no rows, and then no fingerprints.
+    """
+    flat = x.flatten(1)  # a reshape to -1 columns is ambiguous without rows
     if flat.is_floating_point():
         flat = (flat + 0.0).contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     return (_mixed(flat) * _odd_numbers(flat.shape[1]).to(flat.device)).sum(dim=1)

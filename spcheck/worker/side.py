@@ -21,6 +21,7 @@ from spcheck.schemes import SidePlan
 from spcheck.subject import Tap
 from spcheck.worker.built import Built, EnginePool, build, build_key, own_groups
 from spcheck.worker.capture import Piece
+from spcheck.worker.expert_rows import padded_choices
 from spcheck.worker.script import Script
 
 _RESIDUAL = ("input_layernorm.in", "post_attention_layernorm.in", "model.norm.in", "shared_head.norm.in")
@@ -35,6 +36,7 @@ class Side:
             "rows": [],
             "collectives": {},
             "work": [],
+            "padded": [],
             "silent": [],
             "row_bytes": {},
             "tokens": [],
@@ -194,6 +196,7 @@ class Side:
         ]
         if phase.probed:
             self._note_rows(phase, pieces)
+            self._note_padding(phase, pieces)
         for piece in pieces:
             self._see_residual(phase, piece)
         self.log["collectives"][f"{phase.kind} {phase.call}"] = [_plain(record) for record in self._records]
@@ -219,6 +222,17 @@ class Side:
         self.log["rows"] += [[probe, phase.call, counts] for probe, counts in rows.items()]
         self.log["tokens"] += [[probe, phase.call, tokens] for probe, tokens in steers.items()]
 
+    def _note_padding(self, phase: Phase, pieces: Sequence[Piece]) -> None:
+        """Of padded rows that are routed: where their own gates send them."""
+        if self.plan.plain or self._plan.case.skip_padding:
+            return
+        for entry in padded_choices(self._plan, self.taps, pieces, lambda tap: self._real(phase, tap)):
+            self.log["padded"].append({"call": phase.call, **entry})
+
+    def _real(self, phase: Phase, tap: Tap) -> int:
+        """Of the local rows of a tap those that are tokens; they stand before all others."""
+        return len(self._owned(phase)) if tap.placement == "Shard(0)" else phase.real
+
     @property
     def _bounds_streams(self) -> bool:
         """The guard bounds the reference's residual streams as well, which pass no snap."""
@@ -227,9 +241,7 @@ class Side:
     def _see_residual(self, phase: Phase, piece: Piece) -> None:
         snapper = self._ready.snapper
         if snapper and self._bounds_streams and piece.probe.endswith(_RESIDUAL):
-            sharded = self.taps[piece.probe].placement == "Shard(0)"
-            real = len(self._owned(phase)) if sharded else phase.real
-            snapper.see_largest(piece.probe, piece.value[:real])
+            snapper.see_largest(piece.probe, piece.value[: self._real(phase, self.taps[piece.probe])])
 
 
 def _plain(record: CollectiveRecord) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def test_threads_that_take_their_process_down_are_told_from_their_traces(tmp_pat
     crash = HANG.replace("time.sleep(1000)", "os.abort()").replace("threading, time", "os, threading")
     done = spcheck("--tokens", "5", "--backend", "loopback", env=environment(tmp_path, in_host(crash)))
     assert done.returncode == 4
-    assert "the process of all ranks ended with exit code -6 and no report" in done.stdout
+    assert "the process of all ranks was killed by signal 6 (SIGABRT), and left no report" in done.stdout
     assert "rank 1   was still running" in done.stdout
     assert "  module     model.layers.2.mlp\n" in done.stdout
     assert "in here_it_hangs" in done.stdout
@@ -162,6 +162,45 @@ def test_a_host_that_does_not_start_is_an_internal_error(tmp_path):
     assert done.returncode == 70
     assert "the host process ended without an answer: SystemExit: cannot" in done.stderr
     assert len(done.stderr.splitlines()) == len(list(tmp_path.glob("spcheck-error-*.txt"))) == 1
+
+
+KILLED = {
+    "while it starts": "import os\nos.kill(os.getpid(), {signal})",
+    "while it reads the weights": """
+        import os
+        import spcheck.worker.weights
+
+        def killed(plan):
+            os.kill(os.getpid(), {signal})
+
+        spcheck.worker.weights.check_weights = killed
+    """,
+}
+
+
+@pytest.mark.parametrize("when", KILLED)
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_host_that_is_killed_before_its_ranks_start_is_a_failed_run(when, kind, tmp_path):
+    env = environment(tmp_path, in_host(KILLED[when].format(signal=int(kind))))
+    done = spcheck("--tokens", "5", "--json", str(tmp_path / "o.json"), env=env, cwd=tmp_path)
+    assert done.returncode == 4, done.stdout + done.stderr
+    said = f"the process of all ranks was killed by signal {int(kind)} ({kind.name}) before its ranks started"
+    assert f"failed  {said}\n" in done.stdout
+    assert done.stdout.splitlines()[-1] == "FAILED, scheme full-sp  0 probes compared, 0 bitwise equal"
+    assert "Traceback" not in done.stderr
+    document = json.loads((tmp_path / "o.json").read_text())
+    assert (document["outcome"], document["exit_code"]) == ("FAILED", 4)
+    assert [finding["message"] for finding in document["findings"]] == [said]
+    assert list(tmp_path.glob("spcheck-error-*.txt")) == list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_host_that_is_killed_while_its_ranks_run_names_the_signal(tmp_path):
+    kill = HANG.replace("time.sleep(1000)", "os.kill(os.getppid(), 9); time.sleep(1000)")
+    env = environment(tmp_path, in_host(kill.replace("threading, time", "os, threading, time")))
+    done = spcheck("--tokens", "5", "--backend", "gloo", "--quiet", env=env, cwd=tmp_path)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "the process of all ranks was killed by signal 9 (SIGKILL), and left no report" in done.stdout
+    assert list(tmp_path.glob("spcheck-error-*.txt")) == []
 
 
 def test_a_folder_that_is_gone_is_a_usage_error(tmp_path):

@@ -84,6 +84,11 @@ def test_digests_see_one_ulp_and_not_the_sign_of_zero():
     assert row_digests(torch.zeros(1, 2)) == row_digests(-torch.zeros(1, 2))
 
 
+@pytest.mark.parametrize("shape", [(0, 6), (0, 2, 3), (0, 0), (3, 0)])
+def test_digests_of_nothing_are_as_many_as_the_rows(shape):
+    assert row_digests(torch.zeros(shape, dtype=torch.float64)).shape == shape[:1]
+
+
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 4), st.floats(1e-9, 1e-3))
 def test_a_single_wrong_row_is_found_whatever_the_others_hold(rows, width, at, size):
     at %= rows

@@ -148,6 +148,64 @@ def test_a_difference(numerics, kind, more, outcome):
     assert judged([row("a", wrong(), kind, **more)], [], plan=plan).verdict.outcome == outcome
 
 
+def deep(layers, **options):
+    overrides = (("num_hidden_layers", layers),)
+    return make_plan(
+        Case(requests=((3,),), tp=2, mtp_steps=0, overrides=overrides, **{"numerics": "float32", **options})
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "size", "outcome"),
+    [
+        (3, 2.1e-5, "DIVERGED"),
+        (5, 2.1e-5, "DIVERGED"),
+        (16, 6.3e-5, "INCONCLUSIVE"),
+        (16, 6.5e-5, "DIVERGED"),
+        (61, 2.4e-4, "INCONCLUSIVE"),
+        (61, 2.5e-4, "DIVERGED"),
+    ],
+)
+def test_what_rounding_may_explain_in_float32_grows_with_the_layers(layers, size, outcome):
+    c = judged([row("a", wrong(size))], [], plan=deep(layers))
+    assert c.verdict.outcome == outcome
+    reason = f"; a rounding difference may explain it in {layers} layers, --numerics exact tells"
+    assert c.verdict.findings[0].message.endswith(reason) == (outcome == "INCONCLUSIVE")
+
+
+@pytest.mark.parametrize("numerics", ["exact", "float64"])
+def test_in_other_types_layers_explain_nothing(numerics):
+    c = judged([row("a", wrong(2.1e-12))], [], plan=deep(61, numerics=numerics))
+    assert c.verdict.outcome == "DIVERGED"
+
+
+@pytest.mark.parametrize(
+    "definite",
+    [
+        row("b", wrong(1e-3)),
+        row("b", wrong(float("inf"))),
+        row("b", wrong(), "set", choices={"compared": 2, "agreeing": 1, "within": 0, "beyond": 1, "margin": 1e-3,
+                                          "flip_margin": 1e-3, "score_error": 1e-9}),
+        row("b", difference(), replica={"dp": 0, "rank": 1, "request": 0, "position": 1}),
+    ],
+    ids=["beyond", "not finite", "choice", "replica"],
+)  # fmt: skip
+def test_a_definite_divergence_is_named_before_what_rounding_may_explain(definite):
+    c = judged([row("a", wrong(1e-4)), definite, row("c", wrong(1e-4))], [], plan=deep(61))
+    assert c.verdict.outcome == "DIVERGED"
+    assert c.verdict.first_divergence["probe"] == "b"
+    assert c.verdict.findings[0].message.startswith("b: ")
+    assert "(1 later probes differ too)" in c.verdict.findings[0].message
+    assert "may explain" not in c.verdict.findings[0].message
+    assert "equal until" not in to_text(c), "the probe before it differs, too"
+
+
+def test_a_broken_contract_is_no_rounding():
+    told = reports([row("a", wrong(1e-4))], [])
+    told[1]["candidate"]["scheme"] = "tp"
+    assert conclude(deep(61), told, {}, None).verdict.outcome == "DIVERGED"
+
+
 def test_a_reference_that_is_no_number_proves_nothing():
     c = judged([row("a", wrong(float("inf"), reference_nan=True))], [])
     assert c.verdict.outcome == "INCONCLUSIVE"
@@ -209,3 +267,13 @@ def test_the_verdict_line_says_when_sp_did_not_run():
 def test_merging_keeps_the_order_of_the_rank_that_saw_most():
     merged = merge_probes(reports([row("b", difference())], [row("a", difference()), row("b", difference())]))
     assert [r.probe for r in merged] == ["a", "b"]
+
+
+def test_forwards_that_different_ranks_saw_stand_in_the_order_in_which_they_ran():
+    """One data-parallel rank is idle in the step before, the other one in the case's own step."""
+    plan = make_plan(Case(requests=((1,), ()), previous=((), (3,)), tp=1, mtp_steps=0, numerics="float64"))
+    before, own = (row("model.norm.out", wrong()), {**row("model.norm.out", difference()), "call": 1})
+    cache = {**row("model.layers.0.self_attn.cache.latent", wrong()), "phase": "cache"}
+    c = judged([own, cache], [before, cache], plan=plan)
+    assert [(r.phase, r.call) for r in c.results] == [("target", 0), ("target", 1), ("cache", 0)]
+    assert c.verdict.first_divergence["probe"] == "model.norm.out"
