@@ -1,6 +1,6 @@
 """How the time and the memory of a case grow with its sizes (loopback, one process, one thread).
 
-python -m benchmarks.growth [tokens] [layers] [ranks] [requests] [context] [steps]     (all of them without a word)
+python -m benchmarks.growth [--smoke] [tokens] [layers] [ranks] [requests] [context] [steps]
 
 ``requests`` decode one token each, behind 32 cached ones; ``context`` is the cached tokens of one request that chooses
 256 keys and generates eight steps; ``steps`` are generated, each with its drafts.
@@ -13,19 +13,38 @@ import json
 import subprocess
 import sys
 
+from benchmarks.smoke import parser
+
 # Sizes that sixteen ranks can divide.
 SIXTEEN = (("num_attention_heads", 16), ("n_routed_experts", 32), ("moe_intermediate_size", 64))
-SWEEPS = {
-    "tokens": [(f"{n} tokens", {"requests": ((n,),)}) for n in (17, 64, 256, 1024, 4096)],
-    "layers": [(f"{n} layers", {"overrides": (("num_hidden_layers", n),)}) for n in (5, 15, 30, 61)],
-    "requests": [(f"{n} requests", {"requests": ((1,) * n,), "cached": ((32,) * n,)}) for n in (1, 4, 16, 64)],
-    "context": [
-        (f"{n} cached", {"requests": ((1,),), "cached": ((n,),), "generate": 8, "overrides": (("index_topk", 256),)})
-        for n in (255, 511, 1023, 2047)
-    ],
-    "steps": [(f"{n} steps", {"generate": n, "mtp_steps": 2}) for n in (1, 4, 16, 64)],
-    "ranks": [(f"{n} ranks", {"tp": n, "overrides": SIXTEEN}) for n in (1, 2, 4, 8, 16)],
+SIZES = {
+    "tokens": (17, 64, 256, 1024, 4096),
+    "layers": (5, 15, 30, 61),
+    "requests": (1, 4, 16, 64),
+    "context": (255, 511, 1023, 2047),
+    "steps": (1, 4, 16, 64),
+    "ranks": (1, 2, 4, 8, 16),
 }
+SMOKE = {"tokens": (3, 5), "layers": (3,), "requests": (2,), "context": (9,), "steps": (1,), "ranks": (2,)}
+
+
+def options_of(sweep, n, *, smoke):
+    """What the case of size ``n`` has besides one request of 17 tokens on two ranks."""
+    return {
+        "tokens": {"requests": ((n,),)},
+        "layers": {"overrides": (("num_hidden_layers", n),)},
+        "requests": {"requests": ((1,) * n,), "cached": ((32,) * n,)},
+        "context": {
+            "requests": ((1,),),
+            "cached": ((n,),),
+            "generate": 2 if smoke else 8,
+            "overrides": (("index_topk", 8 if smoke else 256),),
+        },
+        "steps": {"generate": n, "mtp_steps": 2},
+        "ranks": {"tp": n, "overrides": SIXTEEN},
+    }[sweep]
+
+
 CASE = """
 import json, resource, sys, time, torch
 torch.set_num_threads(1)
@@ -67,12 +86,19 @@ def measured(options):
 
 
 def main():
-    for name in sys.argv[1:] or SWEEPS:
+    words = parser(__doc__)
+    words.add_argument(
+        "sweeps", nargs="*", choices=[*SIZES, "all"], default="all", help="which tables; all of them without a word"
+    )
+    given = words.parse_args()
+    sizes = SMOKE if given.smoke else SIZES
+    for sweep in sizes if "all" in given.sweeps else given.sweeps:
         first = None
-        print(f"{name:<12} {'seconds':>8} {'x first':>8} {'MiB':>8} {'x first':>8}")
-        for label, options in SWEEPS[name]:
-            seconds, memory, outcome = measured(options)
+        print(f"{sweep:<12} {'seconds':>8} {'x first':>8} {'MiB':>8} {'x first':>8}")
+        for n in sizes[sweep]:
+            seconds, memory, outcome = measured(options_of(sweep, n, smoke=given.smoke))
             first = first or (seconds, memory)
+            label = f"{n} {'cached' if sweep == 'context' else sweep}"
             times = f"{label:<12} {seconds:8.2f} {seconds / first[0]:8.1f}"
             print(f"{times} {memory:8.0f} {memory / first[1]:8.1f}  {outcome}", flush=True)
 

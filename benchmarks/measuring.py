@@ -1,6 +1,6 @@
 """What measuring costs beside `torch.testing.assert_close` and beside reading the two tensors: ratios of one run.
 
-python -m benchmarks.measuring
+python -m benchmarks.measuring [--smoke]
 
 Reading is the fastest of sum, max and amax over both tensors. `assert_close` gets a pair that passes: a failing one
 also writes a message. One thread, in its own CPU time, so that what else runs counts little; the three take
@@ -12,9 +12,11 @@ import time
 
 import torch
 
+from benchmarks.smoke import parser
 from spcheck.worker.measure import measure
 
 SIZES = {(17, 96): (15, 300), (512, 1024): (15, 4), (4096, 7168): (5, 1)}  # turns, and calls in one turn
+SMOKE = {(17, 96): (1, 1), (65, 33): (1, 1)}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 KINDS = ("equal", "rounding", "wrong row")
 BOUND = 0.05
@@ -48,9 +50,8 @@ def fastest_reading(tensors, calls):
     return min(ways, key=lambda way: min(seconds(lambda: [way(x) for x in tensors], calls) for _ in range(3)))
 
 
-def ratios(kind, shape, dtype):
-    """(measure over assert_close in speed, measure over reading in speed, seconds of measure)"""
-    turns, calls = SIZES[shape]
+def ratios(kind, shape, dtype, turns, calls):
+    """(measure over assert_close in speed, measure over reading in speed, seconds of measure, fastest reading)"""
     expected, actual = pair(kind, shape, dtype)
     close = passing(kind, expected, actual)
     read = fastest_reading((expected, actual), calls)
@@ -66,8 +67,8 @@ def ratios(kind, shape, dtype):
     return statistics.median(t[1] / t[0] for t in taken), statistics.median(t[2] / t[0] for t in taken), own, read
 
 
-def line(kind, shape, dtype):
-    faster, reading, own, read = ratios(kind, shape, dtype)
+def line(kind, shape, dtype, turns, calls):
+    faster, reading, own, read = ratios(kind, shape, dtype, turns, calls)
     met = (
         "both"
         if faster >= FASTER and reading >= READING
@@ -80,13 +81,14 @@ def line(kind, shape, dtype):
 
 
 def main():
+    sizes = SMOKE if parser(__doc__).parse_args().smoke else SIZES
     torch.set_num_threads(1)
     print(f"{'':33}{'assert_close':>15}{'reading':>18}{'microseconds':>13}   targets met ({FASTER} x, {READING} x)")
     with torch.inference_mode():
-        for shape in SIZES:
+        for shape, times in sizes.items():
             for dtype in DTYPES:
                 for kind in KINDS:
-                    print(line(kind, shape, dtype), flush=True)
+                    print(line(kind, shape, dtype, *times), flush=True)
 
 
 if __name__ == "__main__":

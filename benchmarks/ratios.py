@@ -1,27 +1,29 @@
 """What spcheck costs, as ratios measured side by side in one run: most of this machine's speed cancels out.
 
-python -m benchmarks.ratios
+python -m benchmarks.ratios [--smoke]
 
 The function that compares has a table of its own: python -m benchmarks.measuring
 """
 
-import importlib
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
+from benchmarks.smoke import parser
 from spcheck.case import Case
 from spcheck.comm.loopback import run_loopback
 from spcheck.launch.ranks import run_threads
 from spcheck.plan import make_plan
-from spcheck.worker.built import EnginePool
-from spcheck.worker.pair import token_ids
-from spcheck.worker.weights import open_weights
+from spcheck.subject import load_subject
+from spcheck.verdict import conclude
+from spcheck.worker.built import EnginePool, build_bare, own_groups
+from spcheck.worker.script import Script
 
-ROUNDS = 5
+CPU = torch.device("cpu")
 DIFF = [sys.executable, "-m", "spcheck", "diff", "--tp", "2", "--tokens", "17", "--backend"]
 # Hidden 1024 with the published head sizes, the other widths in the published proportions, and few layers and experts.
 WIDE = (
@@ -33,15 +35,30 @@ WIDE = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Rounds of a command and of a warm case, the hidden size and tokens of the large one, turns of the last loop."""
+
+    commands: int
+    warm: int
+    hidden: int
+    tokens: int
+    turns: int
+
+
+FULL = Sizes(commands=5, warm=40, hidden=1024, tokens=128, turns=3_000_000)
+SMOKE = Sizes(commands=1, warm=1, hidden=64, tokens=9, turns=3_000)
+
+
 def seconds(command):
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.perf_counter() - start
 
 
-def ratio(command, base):
+def ratio(command, base, rounds):
     """Median of the ratio pair by pair."""
-    return statistics.median(seconds(command) / seconds(base) for _ in range(ROUNDS))
+    return statistics.median(seconds(command) / seconds(base) for _ in range(rounds))
 
 
 class Pair:
@@ -50,9 +67,9 @@ class Pair:
     def __init__(self, **options):
         self.plan = make_plan(Case(**{"requests": ((17,),), "tp": 2, "backend": "loopback", **options}))
         self.pool = EnginePool(limit=2 * self.plan.case.tp)
-        self.bare = {}  # (rank, subject) -> engine and its communicators
-        run_threads(self.plan, self.pool)
-        run_loopback(self.plan.case.tp, self.forwards)
+        self.bare = {}  # (rank, side) -> engine and its communicators
+        self.outcome = conclude(self.plan, run_threads(self.plan, self.pool), {}, None).verdict.outcome
+        self.unprobed()
 
     def checked(self):
         start = time.perf_counter()
@@ -66,40 +83,36 @@ class Pair:
 
     @torch.inference_mode()
     def forwards(self, world):
-        tokens, case = token_ids(self.plan), self.plan.case
-        for _, side in self.plan.sides:
-            engine, apart = self.engine(world, side)
-            requests = list(range(len(tokens)))
-            together = [[r] for r in requests] if apart else [requests]
-            engine.start([len(ids) + case.mtp_steps for ids in tokens])
-            for some in together:
-                engine.step([(r, 0, tokens[r]) for r in some])
-            for step in range(case.mtp_steps):
-                for some in together:
-                    engine.draft(some, step)
+        script = Script(self.plan, CPU)
+        for side in (self.plan.reference, self.plan.candidate):
+            engine = self.engine(world, side)
+            packed = load_subject(side.module).BATCHING == "packed"
+            engine.start(self.plan.lengths(0), self.plan.adapters(0))
+            for phase in self.plan.phases[0]:
+                for requests in [list(phase.requests)] if packed else [[r] for r in phase.requests]:
+                    if phase.kind == "target":
+                        engine.step(script.chunks(phase, 0, requests))
+                    else:
+                        engine.draft(requests, phase.draft)
 
     def engine(self, world, side):
-        module = importlib.import_module(side.module)
+        """Without hooks, built once, and connected to this world's groups."""
+        groups = own_groups(world, side, self.plan.case)
         key = world.rank, side
         if key not in self.bare:
-            groups = {name: Rejoined() for name in ("tp", "ep")}
-            for group in groups.values():
-                group.join(world.group("tp", range(world.size)))
-            engine = module.build(
-                self.plan.config, open_weights(self.plan), groups, dtype=getattr(torch, self.plan.dtype),
-                device=torch.device("cpu"), scheme=side.scheme, aux_layers=(), pad_to=None, graph_sizes=(),
-                skip_padding=True, expert_parallel=True, all2all_backend=self.plan.case.all2all_backend,
-                lora_adapters=0,
-            )  # fmt: skip
-            self.bare[key] = engine, groups
-        engine, groups = self.bare[key]
-        for name, group in groups.items():
-            group.join(world.group(name, range(world.size)))
-        return engine, module.BATCHING == "request"
+            rejoined = {name: Rejoined(group) for name, group in groups.items()}
+            self.bare[key] = build_bare(side, self.plan, CPU, rejoined), rejoined
+        engine, rejoined = self.bare[key]
+        for name, group in rejoined.items():
+            group.join(groups[name])
+        return engine
 
 
 class Rejoined:
     """A communicator whose world may change."""
+
+    def __init__(self, inner):
+        self.join(inner)
 
     def join(self, inner):
         self.rank, self.size, self.inner = inner.rank, inner.size, inner
@@ -115,28 +128,36 @@ def warm(label, rounds, **options):
         checked.append(pair.checked())
         shares.append(checked[-1] / pair.unprobed())
     best, share = 1 / min(checked), statistics.median(shares)
-    print(f"{label:<44} {best:5.1f} a second, {share:5.2f} x the two models' bare forwards", flush=True)
+    print(f"{label:<44} {best:5.1f} a second, {share:5.2f} x the two models' bare forwards, {pair.outcome}", flush=True)
+
+
+def cold(rounds):
+    import_torch = [sys.executable, "-c", "import torch"]
+    import_click = [sys.executable, "-c", "import click"]
+    rows = {
+        "spcheck diff, cold, gloo": ([*DIFF, "gloo"], import_torch, "import torch"),
+        "spcheck diff, cold, loopback": ([*DIFF, "loopback"], import_torch, "import torch"),
+        "spcheck --help": ([sys.executable, "-m", "spcheck", "--help"], import_click, "import click"),
+    }
+    for label, (command, base, what) in rows.items():
+        print(f"{label:<44} {ratio(command, base, rounds):5.2f} x `{what}`", flush=True)
 
 
 def main():
+    sizes = SMOKE if parser(__doc__).parse_args().smoke else FULL
     torch.set_num_threads(1)
-    import_torch = [sys.executable, "-c", "import torch"]
-    import_click = [sys.executable, "-c", "import click"]
-    help_page = [sys.executable, "-m", "spcheck", "--help"]
-    print(f"spcheck diff, cold, gloo                     {ratio([*DIFF, 'gloo'], import_torch):5.2f} x `import torch`")
-    print(
-        f"spcheck diff, cold, loopback                 {ratio([*DIFF, 'loopback'], import_torch):5.2f} x `import torch`"
-    )
-    print(f"spcheck --help                               {ratio(help_page, import_click):5.2f} x `import click`")
+    cold(sizes.commands)
     for numerics in ("float64", "exact"):
-        warm(f"warm case, tp 2, 17 tokens, {numerics}", 40, numerics=numerics)
+        warm(f"warm case, tp 2, 17 tokens, {numerics}", sizes.warm, numerics=numerics)
     for numerics in ("float32", "float64", "exact"):
-        options = {"overrides": WIDE, "requests": ((128,),), "numerics": numerics}
-        warm(f"hidden 1024, tp 2, 128 tokens, {numerics}", 2 * ROUNDS, **options)
+        overrides = tuple({**dict(WIDE), "hidden_size": sizes.hidden}.items())
+        options = {"overrides": overrides, "requests": ((sizes.tokens,),), "numerics": numerics}
+        label = f"hidden {sizes.hidden}, tp 2, {sizes.tokens} tokens, {numerics}"
+        warm(label, 2 * sizes.commands, **options)
     start = time.perf_counter()
-    for _ in range(3_000_000):
+    for _ in range(sizes.turns):
         pass
-    print(f"(3 million empty turns of a Python loop take {time.perf_counter() - start:.2f} s here)")
+    print(f"({sizes.turns:,} empty turns of a Python loop take {time.perf_counter() - start:.2f} s here)")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@ Puts one fault at a time into the optimized model (17 tokens, tp 2, three seeds)
 ``after``: values compared bitwise after their rounding to the grid; ``before``: what spcheck does, which compares them
 before it as well. Then runs healthy cases over worlds, schemes, tokens, draft steps, paddings and seeds.
 
-python -m benchmarks.sensitivity [healthy cases, default 500]
+python -m benchmarks.sensitivity [--smoke] [healthy cases, default 500]
 """
 
 import itertools
 import math
-import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
@@ -22,6 +21,7 @@ import optimized.norms
 import optimized.rotary
 import optimized.router
 import spcheck.worker.compare
+from benchmarks.smoke import parser
 from fixtures.mutants import edited
 from optimized.attention import MLAAttention, Softmax
 from spcheck.case import Case
@@ -132,9 +132,9 @@ def compared(pool=None, **options):
     return conclude(plan, reports, {}, failure_sentence(reports))
 
 
-def seen(fault, *, after_only):
+def seen(fault, seeds, *, after_only):
     count = 0
-    for seed in SEEDS:
+    for seed in seeds:
         with ExitStack() as stack:
             stack.enter_context(fault())
             if after_only:
@@ -155,11 +155,17 @@ def healthy_cases(limit):
 
 
 def main():
+    words = parser(__doc__)
+    words.add_argument("cases", nargs="?", type=int, help="healthy cases, 500 without a number")
+    given = words.parse_args()
+    seeds, limit = (SEEDS[:1], 4) if given.smoke else (SEEDS, 500)
+    limit = limit if given.cases is None else given.cases
     torch.set_num_threads(1)
-    print(f"{'fault':<42} {'after':>6} {'before':>7}   of {len(SEEDS)} seeds")
+    print(f"{'fault':<42} {'after':>6} {'before':>7}   of {len(seeds)} seeds")
     for name, fault in FAULTS.items():
-        print(f"{name:<42} {seen(fault, after_only=True):>6} {seen(fault, after_only=False):>7}", flush=True)
-    limit = int(sys.argv[1]) if len(sys.argv) > 1 else 500
+        print(
+            f"{name:<42} {seen(fault, seeds, after_only=True):>6} {seen(fault, seeds, after_only=False):>7}", flush=True
+        )
     pool, start, cases, probes, unequal = EnginePool(limit=8), time.perf_counter(), 0, 0, 0
     for options in healthy_cases(limit):
         comparison = compared(pool, **options)

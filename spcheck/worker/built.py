@@ -95,9 +95,27 @@ def build_key(side: SidePlan, plan: Plan, rank: int, device: torch.device) -> tu
 def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Recorded]) -> Built:
     """Builds a subject and puts the hooks on, in this order: what captures sees a value before it is replaced."""
     subject = load_subject(side.module)
-    case = plan.case
     taps = side_taps(side, plan)
-    root = subject.build(
+    root = build_bare(side, plan, device, groups)
+    capture = Capture(root, taps)
+    return Built(
+        engine=cast(Engine, root),
+        parameters=_parameter_bytes(root),
+        packed=subject.BATCHING == "packed",
+        taps=taps,
+        groups=groups,
+        capture=capture,
+        padding=PaddingWriter(root, list(subject.padding_inputs(plan.config))),
+        # The guard bounds the reference's values.
+        snapper=Snapper(root, plan.config, plan.grid, watch=side.is_reference) if plan.grid else None,
+        replay=Replay(root, taps, capture.goes_on_with),
+    )
+
+
+def build_bare(side: SidePlan, plan: Plan, device: torch.device, groups: Mapping[str, Communicator]) -> nn.Module:
+    """The subject as a case asks for it, without any hook; ``groups`` are those that :func:`own_groups` names."""
+    case = plan.case
+    return load_subject(side.module).build(
         plan.config,
         open_weights(plan),
         groups,
@@ -111,19 +129,6 @@ def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Re
         expert_parallel=case.expert_parallel,
         all2all_backend=case.all2all_backend,
         lora_adapters=case.lora_adapters,
-    )
-    capture = Capture(root, taps)
-    return Built(
-        engine=cast(Engine, root),
-        parameters=_parameter_bytes(root),
-        packed=subject.BATCHING == "packed",
-        taps=taps,
-        groups=groups,
-        capture=capture,
-        padding=PaddingWriter(root, list(subject.padding_inputs(plan.config))),
-        # The guard bounds the reference's values.
-        snapper=Snapper(root, plan.config, plan.grid, watch=side.is_reference) if plan.grid else None,
-        replay=Replay(root, taps, capture.goes_on_with),
     )
 
 

@@ -2,34 +2,42 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
 
+import optimized.subject
 import spcheck.worker.compare
+import spcheck.worker.side
 import spcheck.worker.snap
 import spcheck.worker.weights
 from optimized.attention import Softmax
 from spcheck.case import Case
 from spcheck.contracts.exactness import norms_by_dp_rank, reference_norms
-from spcheck.exact import GRIDS, points
+from spcheck.exact import GRIDS, STEP_BOUND, points
 from spcheck.launch.ranks import run_threads
 from spcheck.plan import make_plan
 from spcheck.verdict import conclude
+from spcheck.worker.snap import Snapper, snap
 from tests.conftest import compare_case
 
 CASES = [
     {"tp": 2, "requests": ((17,),), "mtp_steps": 2},
     {"tp": 3, "requests": ((5, 1, 11),), "mtp_steps": 2, "scheme": "tp"},
     {"tp": 2, "requests": ((33,),), "mtp_steps": 2, "reference_world": 1},
-    {
-        "tp": 2,
-        "requests": ((300,),),
-        "mtp_steps": 0,
-    },  # index scores are summed in another order only where they are many
 ]
 CONFIG = make_plan(Case(**CASES[0])).config
-KINDS = sorted({p.probe.split(".", 3)[-1] for p in points(CONFIG, fused_eh_norm=False)})
+POINTS = points(CONFIG, fused_eh_norm=False)
+UNSEEN_BEHIND = "post_attention_layernorm.out"  # what is computed from it has no probe before it is snapped itself
+
+
+def kind_of(probe):
+    """A probe's name without its layer."""
+    return re.sub(r"^model\.layers\.\d+\.", "", probe)
+
+
+KINDS = sorted({kind_of(p.probe) for p in POINTS})
 
 
 def compared(case, **more):
@@ -41,30 +49,136 @@ def outcomes(**more):
         yield compared(case, **more).verdict.outcome
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_snap_is_needed(kind, monkeypatch):
-    """Without it some value is no longer equal in some case; that the guard sees some of these too does not count."""
-    plain = spcheck.worker.snap.Snapper._snapped
+def moved(x, bits):
+    """Every element an ulp further from zero, as another kernel might compute it.
+
+    Exact sums may lie in the middle between two grid points: the few that an ulp takes to the next point stay.
+    """
+    further = x.nextafter(2 * x)
+    return torch.where(snap(further, bits) == snap(x, bits), further, x)
+
+
+def move_candidate(monkeypatch, wanted):
+    """Moves the candidate's values at some points by an ulp, before anything sees them."""
+    plain = spcheck.worker.side.build
+
+    def build(side, *args):
+        built = plain(side, *args)
+        for point in [] if side.is_reference else wanted:
+            move_at(built.engine.get_submodule(point.module), point)
+        return built
+
+    monkeypatch.setattr(spcheck.worker.side, "build", build)
+
+
+def move_at(module, point):
+    def off(values):
+        return tuple(moved(x, point.bits(GRIDS["A"])) if i in point.indices else x for i, x in enumerate(values))
+
+    def after(_module, _args, output):
+        return off(output) if isinstance(output, tuple) else off((output,))[0]
+
+    if point.side == "in":
+        module.register_forward_pre_hook(lambda _module, args: off(args), prepend=True)
+    else:
+        module.register_forward_hook(after, prepend=True)
+
+
+def leave_unsnapped(kind, monkeypatch):
+    """Values of one kind go on as they are, and are compared as they are."""
+    plain = Snapper._snapped
 
     def careless(self, point, x, bits):
         rounded = plain(self, point, x, bits)
-        return x if point.probe.endswith(kind) else rounded
+        return x if kind_of(point.probe) == kind else rounded
 
     def point_of(probe):
-        return None if probe.endswith(kind) else spcheck.exact.point_of(probe)
+        return None if kind_of(probe) == kind else spcheck.exact.point_of(probe)
 
-    monkeypatch.setattr(spcheck.worker.snap.Snapper, "_snapped", careless)
+    monkeypatch.setattr(Snapper, "_snapped", careless)
     monkeypatch.setattr(spcheck.worker.compare, "point_of", point_of)
-    assert any(c.bitwise_equal < c.compared for c in map(compared, CASES))
 
 
-def test_the_snap_of_weights_is_needed(monkeypatch):
-    class Unsnapped(spcheck.worker.weights.Snapped):
-        def tensor(self, name):
-            return self._stored.tensor(name).double()
+def twins_compared():
+    """The reference against itself: the same bits on every machine, whatever is snapped. No command asks for this."""
+    plan = make_plan(Case(backend="loopback", **CASES[0]))
+    plan = dataclasses.replace(plan, candidate=dataclasses.replace(plan.reference, role="candidate"))
+    return conclude(plan, run_threads(plan), {}, None)
 
-    monkeypatch.setattr(spcheck.worker.weights, "Snapped", Unsnapped)
-    assert "EQUAL" not in outcomes()
+
+def unequal_kinds(comparison):
+    return {kind_of(r.probe) for r in comparison.results if r.unequal_rows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_snap_is_needed(kind, monkeypatch):
+    """It absorbs an ulp. Without it the ulp goes on; that the guard sees some of these too does not count."""
+    wanted = [p for p in POINTS if kind_of(p.probe) == kind]
+    move_candidate(monkeypatch, wanted)
+    exact_sum = {kind} if wanted[0].linear else set()  # no kernel may change it: that is told, and goes no further
+    comparison = compared(CASES[0])
+    assert unequal_kinds(comparison) == exact_sum
+    assert comparison.verdict.outcome == ("DIVERGED" if exact_sum else "EQUAL")
+
+    leave_unsnapped(kind, monkeypatch)
+    unequal = unequal_kinds(twins_compared())
+    assert kind in unequal
+    assert len(unequal) > 1 or kind == UNSEEN_BEHIND
+
+
+def test_twins_are_equal_without_any_snap(monkeypatch):
+    """So the ulp is all that differs between them above."""
+    monkeypatch.setattr(Snapper, "_snapped", lambda self, point, x, bits: x)
+    monkeypatch.setattr(spcheck.worker.compare, "point_of", lambda probe: None)
+    comparison = twins_compared()
+    assert comparison.bitwise_equal == comparison.compared > 200
+    assert comparison.verdict.outcome == "INCONCLUSIVE", "nothing is on a grid"
+
+
+def test_steps_that_all_round_otherwise_are_equal_and_their_error_is_told(monkeypatch):
+    steps = [p for p in POINTS if not p.linear]
+    move_candidate(monkeypatch, steps)
+    comparison = compared(CASES[0])
+    assert comparison.verdict.outcome == "EQUAL", comparison.verdict.findings
+    probes = {p.probe for p in steps}
+    errors = {r.probe: r.max_rel for r in comparison.results if r.probe in probes}
+    assert errors.keys() == probes
+    assert all(0 < error < STEP_BOUND for error in errors.values())
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_the_snap_of_weights_is_needed(rounded, monkeypatch):
+    """The candidate's are an ulp off before it."""
+    plain = optimized.subject.build
+
+    def build(config, weights, *args, **options):
+        weights._stored = OneUlpOff(weights._stored)
+        return plain(config, weights, *args, **options)
+
+    monkeypatch.setattr(optimized.subject, "build", build)
+    if not rounded:
+        monkeypatch.setattr(spcheck.worker.weights, "Snapped", Unsnapped)
+    comparison = compared(CASES[0])
+    assert (comparison.bitwise_equal == comparison.compared) == rounded
+    assert (comparison.verdict.outcome == "EQUAL") == rounded
+
+
+class OneUlpOff:
+    """A reader of other values than the one it reads from."""
+
+    def __init__(self, stored):
+        self._stored = stored
+
+    def __getattr__(self, name):
+        return getattr(self._stored, name)
+
+    def tensor(self, name):
+        return moved(self._stored.tensor(name).double(), GRIDS["A"].weight)
+
+
+class Unsnapped(spcheck.worker.weights.Snapped):
+    def tensor(self, name):
+        return self._stored.tensor(name).double()
 
 
 @pytest.mark.parametrize("module", ["self_attn.kv_b_proj", "self_attn.o_proj", "mlp.down_proj"])

@@ -10,7 +10,8 @@ from tests.matrix.decoding import DECODING
 from tests.matrix.decoding_corners import DECODING_CORNERS
 from tests.matrix.prompts import PROMPTS
 
-PASSING = {"exact": ("EQUAL",), "float64": ("EQUAL", "EQUIVALENT"), "float32": ("EQUIVALENT",)}
+PLAIN = ("EQUAL", "EQUIVALENT")  # whether two correct sides round alike is the processor's business
+PASSING = {"exact": ("EQUAL",), "float64": PLAIN, "float32": PLAIN}
 CHUNKS = {space: -(-len(space.read()) // 10) for space in (PROMPTS, DECODING)}
 
 

@@ -94,7 +94,10 @@ class TestNorms:
         norm = RMSNorm(512, 1e-6)
         norm.register_parameter("weight", nn.Parameter(torch.ones(512, dtype=torch.bfloat16), requires_grad=False))
         x = torch.randn(4, 512).bfloat16()
-        assert torch.equal(norm(x), F.rms_norm(x.float(), (512,), eps=1e-6).bfloat16())
+        exact = F.rms_norm(x.double(), (512,), eps=1e-6)
+        half_an_ulp = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 9)
+        # float32 sums in any order, and the root, err by a thousandth of that.
+        assert ((norm(x).double() - exact).abs() <= half_an_ulp * (1 + 2.0**-10)).all()
 
 
 class TestChoices:

@@ -1,0 +1,83 @@
+"""Every benchmark runs to its end in its smoke mode: each row of its table is there, with the outcome it must have.
+
+What anything costs is read by nobody here.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PASSES = ("EQUAL", "EQUIVALENT")
+
+
+def smoke(name, *words):
+    """The lines that a benchmark prints, in a process of its own."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--smoke", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return done.stdout.splitlines()
+
+
+def test_ratios():
+    *rows, last = smoke("ratios")
+    times = re.compile(r" +\d+\.\d\d x `import (torch|click)`$")
+    for label, row in zip(
+        ("spcheck diff, cold, gloo", "spcheck diff, cold, loopback", "spcheck --help"), rows[:3], strict=True
+    ):
+        assert row.startswith(label)
+        assert times.fullmatch(row, len(label)), row
+    for numerics, row in zip(("float64", "exact", "float32", "float64", "exact"), rows[3:], strict=True):
+        label, a_second, share, outcome = row.rsplit(", ", 3)[0], *re.split(", +", row)[-3:]
+        assert re.search(rf", {numerics} +\d+\.\d a second$", label), row
+        assert re.fullmatch(r"\d+\.\d\d x the two models' bare forwards", share), row
+        assert outcome in (("EQUAL",) if numerics == "exact" else PASSES), row
+        assert a_second.endswith("a second")
+    assert last.startswith("(")
+
+
+def test_growth():
+    rows = [line.split() for line in smoke("growth")]
+    kinds = ["3 tokens", "5 tokens", "3 layers", "2 requests", "9 cached", "1 steps", "2 ranks"]
+    assert [" ".join(row[:2]) for row in rows if len(row) == 7] == kinds
+    assert all(row[-1] == "EQUAL" for row in rows if len(row) == 7)
+    headings = [row[0] for row in rows if "seconds" in row]
+    assert headings == ["tokens", "layers", "requests", "context", "steps", "ranks"]
+
+
+def test_growth_of_one_kind():
+    assert [line.split()[0] for line in smoke("growth", "layers")] == ["layers", "3"]
+
+
+def test_measuring():
+    heading, *rows = smoke("measuring")
+    assert "assert_close" in heading
+    wanted = [
+        (shape, dtype, kind)
+        for shape in ("[17, 96]", "[65, 33]")
+        for dtype in ("float32", "float64", "bfloat16")
+        for kind in ("equal", "rounding", "wrong row")
+    ]
+    for (shape, dtype, kind), row in zip(wanted, rows, strict=True):
+        assert re.match(rf"{re.escape(shape)} +{dtype} +{kind} +[\d.]+ x +[\d.]+ x \(\w+ *\) +\d+ ", row), row
+
+
+def test_sensitivity():
+    heading, *rows, healthy = smoke("sensitivity")
+    assert heading.endswith("of 1 seeds")
+    noticed = {row[:42].strip(): tuple(map(int, row[42:].split())) for row in rows}
+    assert len(noticed) == len(rows) == 12
+    assert noticed.pop("none") == (0, 0)
+    assert {before for _, before in noticed.values()} == {1}, "spcheck sees each of them"
+    assert noticed["shared expert x (1 + 1e-12)"] == (1, 1)
+    assert noticed["norm eps x (1 + 1e-4)"] == (0, 1), "what the grid hides is seen before it"
+    assert re.fullmatch(r"4 healthy cases, \d+ compared values, 0 not EQUAL \(\d+ s\)", healthy)
+
+
+@pytest.mark.parametrize("name", sorted({p.stem for p in (ROOT / "benchmarks").glob("*.py")} - {"smoke"}))
+def test_each_has_its_test(name):
+    assert f"test_{name}" in globals()
