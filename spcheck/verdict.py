@@ -10,12 +10,14 @@ from spcheck.contracts.accounting import SideAccount, account
 from spcheck.contracts.check import Checked, check_collectives, check_rows
 from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.memory import check_memory
+from spcheck.contracts.sameness import Degenerate, degenerate_probes
 from spcheck.contracts.work import check_work
 from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.findings import (
     at_place,
     beyond_rounding,
     breach_findings,
+    degenerate_findings,
     exactness_findings,
     pairing_findings,
     scheme_findings,
@@ -45,6 +47,7 @@ class Comparison:
     environment: dict[str, Any]
     generation: Generation | None = None
     failure: Failure | None = None
+    degenerate: tuple[Degenerate, ...] = ()
 
     @property
     def compared(self) -> int:
@@ -80,6 +83,8 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
     findings += value_findings(plan, results, first, exactness)
     findings += token_findings(plan, results, first, exactness)
+    degenerate = degenerate_probes(plan, reports) if failure is None else ()
+    findings += degenerate_findings(degenerate)
     findings += exactness_findings(plan, results, exactness)
     findings += pairing_findings(plan, results, reports) if failure is None else []
     findings += [finding for checked in contracts for finding in breach_findings(checked)]
@@ -94,7 +99,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     )
     costs = account(plan, reports)
     spoken = generation_of(plan, reports)
-    return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, spoken, broken)
+    return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, spoken, broken, degenerate)
 
 
 def _as_it_went(plan: Plan, reports: Sequence[RankReport]) -> Plan:

@@ -50,6 +50,7 @@ def _document(c: Comparison) -> dict[str, Any]:
         "generation": generation_json(c.generation),
         "first_divergence": c.verdict.first_divergence,
         "findings": [asdict(f) for f in c.verdict.findings],
+        "degenerate": [asdict(probe) for probe in c.degenerate],
         "failure": None if c.failure is None else asdict(c.failure),
         "probes": [{**asdict(r), "median_rel": r.median_rel, "p99_rel": r.p99_rel} for r in c.results],
         "environment": c.environment,
