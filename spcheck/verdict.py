@@ -12,6 +12,7 @@ from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.memory import check_memory
 from spcheck.contracts.sameness import Degenerate, degenerate_probes
 from spcheck.contracts.work import check_work
+from spcheck.exercised import NotExercised, not_exercised
 from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.findings import (
     at_place,
@@ -48,6 +49,7 @@ class Comparison:
     generation: Generation | None = None
     failure: Failure | None = None
     degenerate: tuple[Degenerate, ...] = ()
+    not_exercised: NotExercised | None = None
 
     @property
     def compared(self) -> int:
@@ -97,9 +99,20 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings=tuple(findings),
         first_divergence=_first_divergence(results, first, findings),
     )
-    costs = account(plan, reports)
     spoken = generation_of(plan, reports)
-    return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, spoken, broken, degenerate)
+    return Comparison(
+        plan,
+        results,
+        *contracts,
+        exactness,
+        verdict,
+        accounting=account(plan, reports),
+        environment=environment,
+        generation=spoken,
+        failure=broken,
+        degenerate=degenerate,
+        not_exercised=not_exercised(plan, reports, spoken) if failure is None else None,
+    )
 
 
 def _as_it_went(plan: Plan, reports: Sequence[RankReport]) -> Plan:

@@ -16,7 +16,6 @@ from spcheck.dispatch import experts_per_rank
 from spcheck.exact import SHORT_SUM, point_of
 from spcheck.judge import bound_of
 from spcheck.phases import Phase
-from spcheck.plan import Plan
 from spcheck.subject import Tap
 from spcheck.worker.align import Aligned, owned_rows
 from spcheck.worker.capture import TapError

@@ -99,7 +99,7 @@ class Sameness:
         known.rows += count
         fed = values.get(ids_probe(phase.kind, phase.draft, self._script.plan))
         if tap.per_row and fed is not None and len(known.tokens) < _ENOUGH:
-            known.tokens |= set(fed.flatten().unique()[:_ENOUGH].tolist())
+            known.tokens |= set(sorted(set(fed.flatten().tolist()))[:_ENOUGH])
         for request, position in owned_rows(tap.unit, phase, self._place):
             if len(known.histories) >= _ENOUGH:
                 return

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import optimized.loader
 import optimized.sp
 from spcheck.case import NUMERICS, Case
 from spcheck.report.json import to_json
@@ -139,3 +140,39 @@ POOL = EnginePool()
 def test_rows_that_may_be_alike_are_no_finding(name, numerics):
     case = Case(**{"requests": ((17,),), "tp": 2, "backend": "loopback", "numerics": numerics, **LEGITIMATE[name]})
     assert not degenerate(compare_case(case, POOL))
+
+
+def test_an_expert_that_gets_no_row_hides_a_fault_and_is_named(monkeypatch):
+    """Those that are named compute twice too much, and nothing differs."""
+    healthy = compared(model=str(GOLDEN), requests=((3,),))
+    slots = json.loads(to_json(healthy))["not_exercised"]["expert_slots"]
+    assert 0 < slots["count"] == len(slots["names"]) < slots["of"] == 16
+    assert f"not exercised {slots['count']} of 16 expert slots without a row" in to_text(healthy)
+    plain = optimized.loader.Loader.stacked
+
+    def doubled(scaled):
+        def stacked(self, names, block, dim):
+            factors = [2.0 if self.prefix + name in scaled else 1.0 for name in names]
+            return plain(self, names, block, dim) * torch.tensor(factors, dtype=self.dtype)[:, None, None]
+
+        return stacked
+
+    down = {f"{name}.down_proj.weight" for name in slots["names"]}
+    monkeypatch.setattr(optimized.loader.Loader, "stacked", doubled(down))
+    assert compared(model=str(GOLDEN), requests=((3,),)).verdict.outcome == "EQUAL"
+    used = {f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(8)} - down
+    monkeypatch.setattr(optimized.loader.Loader, "stacked", doubled(used))
+    assert compared(model=str(GOLDEN), requests=((3,),)).verdict.outcome == "DIVERGED"
+
+
+def test_a_run_that_broke_off_says_nothing_of_it(monkeypatch):
+    def broken(*_):
+        raise ValueError("as planned")
+
+    monkeypatch.setattr(optimized.sp.SequenceParallel, "sp_shard", broken)
+    comparison = compared()
+    assert comparison.verdict.outcome == "FAILED"
+    assert comparison.not_exercised is None
+    assert comparison.degenerate == ()
+    assert "not exercised" not in to_text(comparison)
+    assert json.loads(to_json(comparison))["not_exercised"] is None
