@@ -45,6 +45,17 @@ def test_zero_rows_and_equal_rows(dtype):
     assert degenerate(plan, report_of(plan, alike)) == [("a", 3, "alike")]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", [1, 700, 998])
+def test_one_row_of_many_blocks(row, dtype):
+    plan = plan_of(requests=((1000,),))
+    values = torch.zeros(1000, 800, dtype=dtype)
+    values[::2] = -0.0
+    assert degenerate(plan, report_of(plan, values)) == [("a", 1000, "zero")]
+    values[row, 799] = 2.0**-20
+    assert not degenerate(plan, report_of(plan, values))
+
+
 @pytest.mark.parametrize("row", range(3))
 @pytest.mark.parametrize("base", [0.0, 1.0])
 def test_one_other_row_is_enough(row, base):
