@@ -8,6 +8,7 @@ from typing import Any
 from spcheck.contracts.check import Breach, Checked
 from spcheck.contracts.exactness import Exactness
 from spcheck.contracts.rows import must_fire
+from spcheck.contracts.sameness import ZERO, Degenerate
 from spcheck.exact import STEP_BOUND
 from spcheck.judge import Finding
 from spcheck.merge import ProbeResult, RankReport
@@ -89,6 +90,20 @@ def exactness_findings(plan: Plan, results: Sequence[ProbeResult], exactness: Ex
     for doubt in exactness.all_doubts if exactness else ():
         findings.append(Finding("guard", "INCONCLUSIVE", f"exactness is not guaranteed: {doubt}"))
     return findings
+
+
+def degenerate_findings(degenerate: Sequence[Degenerate]) -> list[Finding]:
+    """One for all probes at which the reference's rows are all zero or all alike: a pass says nothing about them."""
+    if not degenerate:
+        return []
+    first, *others = degenerate
+    rows = f"all {first.rows} rows" if first.rows > 1 else "the only row"
+    what = "zero" if first.state == ZERO else "alike although their tokens differ"
+    verb = "are" if first.rows > 1 else "is"
+    message = f"{first.probe}: {rows} of the reference {verb} {what}: nothing was compared there"
+    more = f" (and at {len(others)} more probe{'s' if len(others) > 1 else ''})" if others else ""
+    nowhere = {"dp": None, "request": None, "position": None, "rank": None}
+    return [Finding("degenerate", "INCONCLUSIVE", message + more, {"probe": first.probe, "call": None, **nowhere})]
 
 
 def pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:

@@ -10,11 +10,14 @@ from spcheck.contracts.accounting import SideAccount, account
 from spcheck.contracts.check import Checked, check_collectives, check_rows
 from spcheck.contracts.exactness import Exactness, check_exactness
 from spcheck.contracts.memory import check_memory
+from spcheck.contracts.sameness import Degenerate, degenerate_probes
 from spcheck.contracts.work import check_work
+from spcheck.exercised import NotExercised, not_exercised
 from spcheck.failure import Failure, divergence_sentence, explain
 from spcheck.findings import (
     at_place,
     breach_findings,
+    degenerate_findings,
     exactness_findings,
     pairing_findings,
     scheme_findings,
@@ -44,6 +47,8 @@ class Comparison:
     environment: dict[str, Any]
     generation: Generation | None = None
     failure: Failure | None = None
+    degenerate: tuple[Degenerate, ...] = ()
+    not_exercised: NotExercised | None = None
 
     @property
     def compared(self) -> int:
@@ -79,6 +84,8 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
     findings += value_findings(plan, results, first, exactness)
     findings += token_findings(plan, results, first, exactness)
+    degenerate = degenerate_probes(plan, reports) if failure is None else ()
+    findings += degenerate_findings(degenerate)
     findings += exactness_findings(plan, results, exactness)
     findings += pairing_findings(plan, results, reports) if failure is None else []
     findings += [finding for checked in contracts for finding in breach_findings(checked)]
@@ -91,9 +98,20 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         findings=tuple(findings),
         first_divergence=_first_divergence(results, first, findings),
     )
-    costs = account(plan, reports)
     spoken = generation_of(plan, reports)
-    return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, spoken, broken)
+    return Comparison(
+        plan,
+        results,
+        *contracts,
+        exactness,
+        verdict,
+        accounting=account(plan, reports),
+        environment=environment,
+        generation=spoken,
+        failure=broken,
+        degenerate=degenerate,
+        not_exercised=not_exercised(plan, reports, spoken) if failure is None else None,
+    )
 
 
 def _as_it_went(plan: Plan, reports: Sequence[RankReport]) -> Plan:

@@ -92,6 +92,11 @@ def phase_of_probe(probe: str, plan: Plan, call: int, dp_rank: int = 0) -> Phase
     return phase if phase is not None and _is_seen(probe, plan, phase) else None
 
 
+def ids_probe(kind: str, draft: int, plan: Plan) -> str:
+    """The probe that shows the token ids that a forward is fed: of a draft step those of its MTP layer."""
+    return f"model.layers.{plan.mtp_layer(draft)}.embed_tokens.in" if kind == "draft" else "model.embed_tokens.in"
+
+
 def kind_of_probe(probe: str, plan: Plan) -> str:
     """The kind of forward in which a probe, or a module, runs: an MTP layer's in drafts, all else in the target."""
     layer = layer_of(probe)

@@ -14,6 +14,7 @@ from spcheck.judge import BOUNDS
 from spcheck.merge import total_choices
 from spcheck.notes import notes, weights_text
 from spcheck.report.accounting import accounting_json
+from spcheck.report.exercised import exercised_json
 from spcheck.report.generation import generation_json
 from spcheck.verdict import Comparison
 
@@ -52,6 +53,8 @@ def _document(c: Comparison) -> dict[str, Any]:
         "generation": generation_json(c.generation),
         "first_divergence": c.verdict.first_divergence,
         "findings": [asdict(f) for f in c.verdict.findings],
+        "degenerate": [asdict(probe) for probe in c.degenerate],
+        "not_exercised": exercised_json(c.not_exercised),
         "failure": None if c.failure is None else asdict(c.failure),
         "probes": [{**asdict(r), "median_rel": r.median_rel, "p99_rel": r.p99_rel} for r in c.results],
         "environment": c.environment,

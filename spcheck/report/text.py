@@ -18,6 +18,7 @@ from spcheck.phases import layer_of
 from spcheck.plan import Plan
 from spcheck.printable import printable
 from spcheck.report.accounting import accounting_lines
+from spcheck.report.exercised import exercised_lines
 from spcheck.report.failure import failure_lines
 from spcheck.report.generation import generation_lines, turn_lines
 from spcheck.report.head import escape, head_lines
@@ -53,6 +54,7 @@ def to_text(
             _exactness,
             _choices,
             _generation,
+            _exercised,
             *([_accounting] if collectives else []),
             _findings,
             _failure,
@@ -198,6 +200,10 @@ def _choices(c: Comparison) -> Iterable[str]:
 
 def _generation(c: Comparison) -> Iterable[str]:
     return map(escape, generation_lines(c.generation))
+
+
+def _exercised(c: Comparison) -> Iterable[str]:
+    return map(escape, exercised_lines(c.not_exercised, c.plan))
 
 
 def _exactness(c: Comparison) -> Iterable[str]:

@@ -15,7 +15,6 @@ from spcheck.contracts.rows import may_be_silent
 from spcheck.exact import SHORT_SUM, point_of
 from spcheck.judge import bound_of
 from spcheck.phases import Phase
-from spcheck.plan import Plan
 from spcheck.subject import Tap
 from spcheck.worker.align import Aligned, owned_rows
 from spcheck.worker.capture import TapError
@@ -23,6 +22,8 @@ from spcheck.worker.choices import Choices, measure_choices
 from spcheck.worker.expert_rows import GATE_CHOICE, count_experts
 from spcheck.worker.measure import Difference, Pair, measure_all, measure_sets
 from spcheck.worker.replay import is_choice, scores_of
+from spcheck.worker.sameness import Sameness
+from spcheck.worker.script import Script
 from spcheck.worker.snap import snap
 
 Values = dict[str, Tensor]
@@ -41,13 +42,14 @@ class Comparer:
     """Measures what is complete on this rank and appends numbers to the report."""
 
     def __init__(
-        self, plan: Plan, world: World, reference: Mapping[str, Tap], candidate: Mapping[str, Tap], report: Row
+        self, script: Script, world: World, reference: Mapping[str, Tap], candidate: Mapping[str, Tap], report: Row
     ) -> None:
-        self._plan = plan
+        self._plan = plan = script.plan
         self._numerics = plan.case.numerics
         self._place = plan.place(world.rank)
         self._taps = _agreed(reference, candidate)
         self._report = report
+        self._sameness = Sameness(script, self._place)
 
     def __call__(self, phase: Phase, expected: Aligned, actual: Aligned) -> None:
         """Compares every probe of one forward, in the candidate's execution order; the unpaired ones come last.
@@ -56,6 +58,7 @@ class Comparer:
         """
         if not phase.real:
             return
+        self._sameness.look(phase, expected.values, self._tap)
         paired = [probe for probe in actual.order if probe in expected.values]
         known = set(paired)
         alone = [
@@ -73,6 +76,10 @@ class Comparer:
             if probe.endswith(GATE_CHOICE) and probe in expected.values:
                 counts = count_experts(expected.values[probe], self._plan)
                 self._report["expert_rows"].append([probe, phase.call, *counts])
+
+    def finish(self) -> None:
+        """Reports what is known once all forwards were compared."""
+        self._report["sameness"] = self._sameness.report()
 
     def _measured(self, phase: Phase, probes: Sequence[str], expected: Values, actual: Values) -> dict[str, Row]:
         """Probe -> what was measured, and where."""

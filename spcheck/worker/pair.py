@@ -63,13 +63,14 @@ class _Pair:
         expected = list(self._reference())
         candidate = self._side("candidate", self._plan.candidate)
         reference_taps = side_taps(self._plan.reference, self._plan)
-        compare = Comparer(self._plan, self._world, reference_taps, candidate.taps, self._report)
+        compare = Comparer(self._script, self._world, reference_taps, candidate.taps, self._report)
         choices = [wanted.choices for _, wanted in expected]
         for phase, actual in self._values(candidate, choices):
             wanted = expected.pop(0)[1]
             if phase.probed:
                 compare(phase, wanted, actual)
         candidate.finish()
+        compare.finish()
         if self._plan.grid is not None:
             mine = self._plan, self._world.rank, self._world.size
             self._report |= {"weight_norms": weight_norms(*mine), "lost_weights": lost_weights(*mine)}

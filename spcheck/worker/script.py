@@ -37,6 +37,14 @@ class Script:
         parts = [part for part in self.plan.steps[phase.step].parts[dp_rank] if part.request in requests]
         return [self._chunk(phase.step, dp_rank, part) for part in parts]
 
+    def fed(self, phase: Phase, dp_rank: int, request: int) -> list[int]:
+        """The tokens of a request up to its last row in a forward; without those that its draft steps add."""
+        step = self.plan.steps[phase.step]
+        parts = step.parts if phase.kind == "target" else step.kept
+        part = next(part for part in parts[dp_rank] if part.request == request)
+        drafts = self._verifying(phase.step, dp_rank, part)
+        return self._texts[dp_rank][request][: part.end - len(drafts)] + drafts
+
     def hear(self, phases: Sequence[Phase], sampled: Sequence[Sequence[int]]) -> None:
         """Goes on with what the reference sampled in one forward on each data-parallel rank, row by row.
 
