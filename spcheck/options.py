@@ -21,6 +21,7 @@ from spcheck.case import (
     NUMERICS,
     PADDING_CONTENTS,
     SCHEMES,
+    WEIGHTS,
     Case,
     Requests,
 )
@@ -132,6 +133,9 @@ _OPTIONS = [
                  help="A preset, or a checkpoint folder."),
     click.option("--set", "overrides", callback=_settings, metavar="KEY=VALUE", multiple=True,
                  help="Overrides a key of the model's config.json; repeatable."),
+    click.option("--weights", type=click.Choice(WEIGHTS), default="plain", show_default=True,
+                 help="A preset's random weights. ties: twin experts, tokens and index heads; outliers: a few channels "
+                      "a hundred times larger."),
     click.option("--lora-rank", type=int, default=0, show_default=True, help="Rank of the LoRA adapters."),
     click.option("--lora-adapters", type=int, default=0, show_default=True,
                  help="Random adapters; the requests of all data-parallel ranks use them in turn, and then none."),
