@@ -45,7 +45,7 @@ def test_the_tables(run):
 def test_the_totals(run):
     text, _ = run
     assert words_of(text, "collectives, target step") == [["collectives, target step", "12", "25", "2.08"]]
-    per_token = ["9.2 KiB", "11.8 KiB", "1.27"]
+    per_token = ["9.2 KiB", "11.9 KiB", "1.29"]
     assert words_of(text, "bytes per token") == [["bytes per token", *per_token], ["bytes per token, seen", *per_token]]
     assert len(words_of(text, "bytes per step")) == 1
     assert words_of(text, "dense MLP") == [["dense MLP", "324.0 KiB", "648.0 KiB", "2.00"]]

@@ -10,12 +10,11 @@ from fixtures.seams import edited
 from optimized import attention, indexer, linear, router
 from spcheck.case import Case
 from spcheck.model import preset_names
-from spcheck.worker.built import EnginePool
 from tests.conftest import compare_case
 
 
-def outcome(pool=None, **options):
-    comparison = compare_case(Case(**{"requests": ((17,),), "tp": 2, "backend": "loopback", **options}), pool)
+def outcome(**options):
+    comparison = compare_case(Case(**{"requests": ((17,),), "tp": 2, "backend": "loopback", **options}))
     return comparison.verdict.outcome, comparison.verdict.findings
 
 
@@ -88,7 +87,7 @@ def test_one_eps_in_the_place_of_another_is_seen():
 
 def test_the_command_goes_on_to_grid_b():
     """With outliers q.k does not fit 53 bits on grid A."""
-    words = "--tp 2 --tokens 17 --weights outliers --backend loopback".split()
+    words = ["--tp", "2", "--tokens", "17", "--weights", "outliers", "--backend", "loopback"]
     command = [sys.executable, "-m", "spcheck", "diff", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0

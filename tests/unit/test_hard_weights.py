@@ -107,9 +107,9 @@ def test_the_id_names_them_only_where_they_are_not_the_usual_ones():
     assert "--model dsv32-tiny --weights ties --mtp-steps" in Case(((3,),), 2, weights="ties").id
 
 
-def test_a_checkpoint_has_weights_of_its_own(monkeypatch):
+def test_a_checkpoint_has_weights_of_its_own():
     folder = "fixtures/golden/deepseek_v32"
-    with pytest.raises(UsageError, match="^--weights ties is for a preset's random weights, and .* has its own$"):
+    with pytest.raises(UsageError, match=r"^--weights ties is for a preset's random weights, and .* has its own$"):
         make_plan(Case(((3,),), 2, model=folder, weights="ties"))
     make_plan(Case(((3,),), 2, model=folder))
     assert "deepseek_v32" not in preset_names()
