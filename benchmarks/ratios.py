@@ -31,7 +31,7 @@ WIDE = (
     ("first_k_dense_replace", 1), ("num_attention_heads", 16), ("q_lora_rank", 384), ("kv_lora_rank", 256),
     ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64), ("v_head_dim", 128), ("index_n_heads", 16),
     ("index_head_dim", 128), ("index_topk", 64), ("n_routed_experts", 32), ("num_experts_per_tok", 8),
-    ("vocab_size", 8192),
+    ("n_group", 4), ("topk_group", 2), ("vocab_size", 8192),
 )  # fmt: skip
 
 

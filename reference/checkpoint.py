@@ -178,8 +178,8 @@ def _read_index(path: Path) -> dict[str, str]:
 class RandomWeights:
     """Weights of any config by seed, with a spread that makes every part of the model matter.
 
-    Every tensor has a generator of its own, so the order of reading does not matter. All values are
-    representable in bfloat16, which is the stored type. Tensors are kept once they are made. With ``own_tables`` an
+    Every tensor has a generator of its own, so the order of reading does not matter. The router's are float32, with
+    values that bfloat16 cannot hold, all others bfloat16. Tensors are kept once they are made. With ``own_tables`` an
     MTP layer's embedding and head, in a published file copies of the main ones, have values of their own: one that is
     read in the place of the other shows.
     """
@@ -201,11 +201,11 @@ class RandomWeights:
         return self._shapes[name]
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, bfloat16; made at its first use."""
+        """A tensor in its stored type; made at its first use."""
         name = self._copies.get(name, name)
         if name not in self._made:
             r = torch.randn(self.shape(name), generator=_generator(self._seed, name))
-            self._made[name] = _spread(name, r).to(torch.bfloat16)
+            self._made[name] = _spread(name, r).to(_stored_type(name))
         return self._made[name]
 
 
@@ -225,10 +225,14 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
+def _stored_type(name: str) -> torch.dtype:
+    return torch.float32 if ".mlp.gate." in name else torch.bfloat16
+
+
 def _spread(name: str, r: Tensor) -> Tensor:
     """Standard normal ``r`` scaled for the part that tensor ``name`` plays."""
     if name.endswith("e_score_correction_bias"):
-        return 0.1 * r - 1  # biased scores are negative: a dropped group that is masked with 0 would win
+        return 0.03 * r - 1  # negative scores: a dropped group masked with 0 would win; a wide spread starves experts
     if name.endswith(".bias"):
         return 0.2 * r
     if r.ndim == 1:

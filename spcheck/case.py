@@ -15,6 +15,7 @@ SCHEMES = ("auto", "tp", "moe-sp", "full-sp")
 GRID_NAMES = ("auto", "A", "B")
 BACKENDS = ("auto", "gloo", "nccl", "loopback")
 ALL2ALL_BACKENDS = ("allgather_reducescatter", "naive", "all_to_all")
+WEIGHTS = ("plain", "ties", "outliers")
 PADDING_CONTENTS = ("zero", "random", "nan", "stale")
 DEFAULT_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """The row counts for which engines capture CUDA graphs unless told otherwise."""
@@ -33,10 +34,10 @@ class Case:
     takes at most so many new tokens of a prompt, and those that follow take the rest. ``pad_to`` is the row count the
     target step and draft step 0 are padded to; one that verifies drafts or prefills cached tokens may have more. With
     ``graph_sizes`` every forward is padded to the smallest that holds it. ``scale`` is how large the model's sizes are
-    made, and ``overrides`` are config keys set by the user behind that, in order. ``reference`` and ``candidate`` are
-    a subject's name, and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of
-    each data-parallel rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter ``i mod
-    (lora_adapters + 1)``, the last of which is none.
+    made, and ``overrides`` are config keys set by the user behind that, in order. ``weights`` is the kind of random
+    weights. ``reference`` and ``candidate`` are a subject's name, and behind a colon its scheme. ``reference_world`` is
+    1 for a reference that the first rank of each data-parallel rank runs alone; None: as many ranks as the candidate
+    has. Request ``i`` uses adapter ``i mod (lora_adapters + 1)``, the last of which is none.
     """
 
     requests: Requests
@@ -44,6 +45,7 @@ class Case:
     model: str = "dsv32-tiny"
     scale: str = "full"
     overrides: tuple[tuple[str, Any], ...] = ()
+    weights: str = "plain"
     cached: Requests | None = None
     previous: Requests | None = None
     generate: int = 0
@@ -116,6 +118,7 @@ class Case:
         words += ["--scale", self.scale] if self.scale != "full" else []
         for key, value in self.overrides:
             words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
+        words += ["--weights", self.weights] if self.weights != "plain" else []
         words += ["--mtp-steps", str(self.mtp_steps), "--aux-layers", _join(self.aux_layers) or "none"]
         lora = ["--lora-rank", str(self.lora_rank), "--lora-adapters", str(self.lora_adapters)]
         return words + (lora if self.lora_rank or self.lora_adapters else [])

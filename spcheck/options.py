@@ -22,6 +22,7 @@ from spcheck.case import (
     NUMERICS,
     PADDING_CONTENTS,
     SCHEMES,
+    WEIGHTS,
     Case,
     Requests,
 )
@@ -137,6 +138,9 @@ _OPTIONS = [
     click.option("--set", "overrides", callback=_settings, metavar="KEY=VALUE", multiple=True,
                  help="Overrides a key of the model's config.json, after --scale; repeatable. A dot reaches a nested "
                       "one: rope_scaling.factor=4. null is for absent."),
+    click.option("--weights", type=click.Choice(WEIGHTS), default="plain", show_default=True,
+                 help="The kind of random weights. ties: twin experts, tokens and index heads; outliers: a few channels "
+                      "a hundred times larger."),
     click.option("--lora-rank", type=int, default=0, show_default=True, help="Rank of the LoRA adapters."),
     click.option("--lora-adapters", type=int, default=0, show_default=True,
                  help="Random adapters; the requests of all data-parallel ranks use them in turn, and then none."),

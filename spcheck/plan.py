@@ -9,6 +9,7 @@ from pathlib import Path
 from reference.config import ModelConfig
 from spcheck.case import Case, Requests
 from spcheck.checks import check_counts, check_lengths, check_requests, check_rows, check_settings, check_world
+from spcheck.errors import UsageError
 from spcheck.exact import GRIDS, SMALL_HIDDEN, Grid
 from spcheck.model import Model, open_model
 from spcheck.phases import GraphPadding, Phase, layer_of, phases_of
@@ -228,6 +229,8 @@ def make_plan(case: Case) -> Plan:
     check_settings(case)
     check_lengths(case, config)
     plan = Plan(case, model, *resolve_sides(case))
+    if case.weights != "plain" and plan.folder is not None:
+        raise UsageError(f"--weights {case.weights} is for random weights, and {case.model} has stored ones")
     check_rows(case, plan.steps)
     check_world(case, config, (plan.reference, plan.candidate))
     return plan

@@ -25,6 +25,7 @@ def head_lines(c: Comparison) -> Iterator[str]:
     world = f"tp {case.tp}" + (f"  dp {case.dp}" if case.dp > 1 else "")
     backend = c.environment.get("backend", case.backend)
     what = [case.model, world, f"tokens {case.requests_text}", _numerics(c), f"mtp steps {case.mtp_steps}"]
+    what += [f"weights {case.weights}"] if case.weights != "plain" else []
     what += [f"generate {case.generate}"] if case.generate else []
     yield escape("  ".join([*what, backend]))
     yield from map(escape, _model_lines(c.plan))

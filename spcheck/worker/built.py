@@ -87,7 +87,8 @@ def build_key(side: SidePlan, plan: Plan, rank: int, device: torch.device) -> tu
     case = plan.case
     return (
         *(side, rank, case.tp, case.dp, device, plan.dtype, plan.grid),
-        *(plan.folder, plan.config, case.seed, case.aux_layers, case.pad_to, case.graph_sizes, case.skip_padding),
+        *(plan.folder, plan.config, case.seed, case.weights, case.aux_layers),
+        *(case.pad_to, case.graph_sizes, case.skip_padding),
         *(case.expert_parallel, case.all2all_backend, case.lora_rank, case.lora_adapters),
     )
 

@@ -17,6 +17,7 @@ from spcheck.exact import Grid
 from spcheck.guard import merge_norms
 from spcheck.plan import Plan
 from spcheck.worker.adapters import WithAdapters
+from spcheck.worker.hard_weights import with_outliers, with_ties
 from spcheck.worker.snap import snap
 
 MOST_LOST = 0.25
@@ -31,7 +32,7 @@ def open_weights(plan: Plan) -> TensorReader:
     """
     case = plan.case
     stored: TensorReader = (
-        Checkpoint(plan.folder) if plan.folder is not None else _random_weights(plan.config, case.seed)
+        Checkpoint(plan.folder) if plan.folder is not None else _random_weights(plan.config, case.seed, case.weights)
     )
     if case.lora_adapters:
         stored = WithAdapters(stored, plan.config, case.lora_rank, case.lora_adapters, case.seed)
@@ -108,9 +109,12 @@ def _largest_norm(rows: Tensor) -> float:
 
 
 @lru_cache(maxsize=1)
-def _random_weights(config: ModelConfig, seed: int) -> RandomWeights:
+def _random_weights(config: ModelConfig, seed: int, kind: str) -> TensorReader:
     """One reader for all ranks that are threads, and for cases of one model that follow each other."""
-    return RandomWeights(config, seed, own_tables=True)
+    plain = RandomWeights(config, seed, own_tables=True)
+    if kind == "ties":
+        return with_ties(plain, config)
+    return with_outliers(plain) if kind == "outliers" else plain
 
 
 def check_room(plan: Plan, free: int | None) -> None:

@@ -27,7 +27,8 @@ from spcheck.printable import sentence
 from spcheck.worker.weights import check_weights
 
 PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
-RAW = json.loads(PRESET.read_text()) | {"n_routed_experts": 8, "num_hidden_layers": 3, "vocab_size": 50}
+EXPERTS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+RAW = json.loads(PRESET.read_text()) | EXPERTS | {"num_hidden_layers": 3, "vocab_size": 50}
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FROM_HERE = {**os.environ, "PYTHONPATH": str(PRESET.parents[2])}
 EVIL = "evil\n\x1b[31mname\x07\u202e\r\tx"
@@ -308,7 +309,7 @@ CONFIGS = {
     "an odd rotary size": ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, not 7"),
     "more dense layers than are": ({"first_k_dense_replace": 4}, "first_k_dense_replace 4 is more than"),
     "heads that contradict": ({"num_key_value_heads": 3}, "num_key_value_heads 3 contradicts num_attention_heads 12"),
-    "sizes that contradict": ({"qk_head_dim": 3}, "qk_head_dim 3 contradicts qk_nope_head_dim + qk_rope_head_dim 24"),
+    "sizes that contradict": ({"qk_head_dim": 3}, "qk_head_dim 3 contradicts qk_nope_head_dim + qk_rope_head_dim 26"),
     "two rope_thetas": ({"rope_scaling": YARN | {"rope_theta": 5}}, "rope_theta 10000 contradicts rope_theta 5"),
     "zero": ({"hidden_size": 0}, "hidden_size must be positive, not 0"),
     "negative": ({"num_hidden_layers": -3}, "num_hidden_layers must be positive, not -3"),

@@ -8,15 +8,16 @@ from spcheck.plan import make_plan
 from spcheck.report.accounting import accounting_lines
 from tests.conftest import compare_case
 
-# Both presets: hidden, vocabulary, widths of a dense MLP and an expert, experts and choices; float64 has 8 bytes.
-D, V, F, FE, E, K, B = 96, 250, 144, 48, 24, 4, 8
+# Both presets: hidden, vocabulary, widths of a dense MLP and an expert, experts; float64 has 8 bytes.
+D, V, F, FE, E, B = 96, 250, 144, 48, 24, 8
+K, K_ALTERNATING = 10, 4  # choices
 TABLE = V // 2 * D  # one half of the vocabulary
 MLP_WEIGHTS, EXPERT = 3 * D * F, 3 * D * FE
 ROUTER = E * D + E
-# Latents of 48 and 32 + 8 with their norms; 6 of 12 heads: queries of 16 + 8, keys and values of 16 + 12, output of 12.
-LATENTS = D * 48 + 48 + D * (32 + 8) + 32
-HEADS = 6 * (48 * (16 + 8) + 32 * (16 + 12) + 12 * D)
-INDEXER = 16 * 24 * 48 + 24 * D + 2 * 24 + 16 * D
+# Latents of 36 and 32 + 8 with their norms; 6 of 12 heads: queries of 18 + 8, keys and values of 18 + 10, output of 10.
+LATENTS = D * 36 + 36 + D * (32 + 8) + 32
+HEADS = 6 * (36 * (18 + 8) + 32 * (18 + 10) + 10 * D)
+INDEXER = 16 * 24 * 36 + 24 * D + 2 * 24 + 16 * D
 ATTENTION = LATENTS + HEADS + INDEXER
 
 
@@ -79,7 +80,7 @@ def test_full_sp_by_hand():
     assert parameters(side) == wanted
     assert held(side, "attention") == ("model.layers.0.self_attn.indexer.q_rope.out", (17, 16 * 24), 17 * 384 * B)
     assert held(side, "residual stream, norms")[1:] == ((9, D), 9 * D * B)
-    # The experts see 9 rows of each rank, and give a row for each of them and each of its 4 choices.
+    # The experts see 9 rows of each rank, and give a row for each of them and each of its 10 choices.
     assert held(side, "MLP, experts") == ("model.layers.2.mlp.experts summands", (18 * K, D), 18 * K * D * B)
     assert side.largest_activation == side.activations["MLP, experts"]
 
@@ -110,7 +111,7 @@ def test_moe_sp_by_hand():
     sums = {("all_reduce", "tp"): (2, 2 * 7 * D * B)}
     moe = {
         ("reduce_scatter", "tp"): (1, 8 * D * B),
-        ("all_gatherv", "ep"): (3, 4 * (D + K + K) * B),
+        ("all_gatherv", "ep"): (3, 4 * (D + 2 * K_ALTERNATING) * B),
         ("reduce_scatterv", "ep"): (1, 8 * D * B),
     }
     border = {("all_gather", "tp"): (1, 4 * 2 * D * B)}
@@ -123,7 +124,7 @@ def test_moe_sp_by_hand():
     }
     assert side.collectives == 1 + 4 * 2 + 2 * 5 + 2 + 1
     rows = 9 * 7 + 2 * (8 + 4 + 8 + 8)
-    assert side.bytes_per_token == pytest.approx((rows * D + 2 * 4 * (K + K) + 125 * 7) * B / 7)
+    assert side.bytes_per_token == pytest.approx((rows * D + 2 * 4 * 2 * K_ALTERNATING + 125 * 7) * B / 7)
     # Dense MLPs are divided, the shared experts of 2 layers and the MTP layer are not.
     norms = (2 * 7 + 1 + 3) * D
     wanted = [
@@ -138,7 +139,7 @@ def test_moe_sp_by_hand():
         0,
     ]
     assert parameters(side) == wanted
-    assert held(side, "MLP, experts")[1:] == ((8 * K, D), 8 * K * D * B)
+    assert held(side, "MLP, experts")[1:] == ((8 * K_ALTERNATING, D), 8 * K_ALTERNATING * D * B)
     assert held(side, "residual stream, norms")[1:] == ((7, D), 7 * D * B)
 
 
@@ -208,7 +209,7 @@ def test_experts_in_channels_by_hand():
 
 def test_adapters_by_hand():
     """2 adapters of rank 4: A takes a projection's inputs, B gives its outputs; heads and channels are halved."""
-    attention = (D + 48) + (48 + 6 * 24) + (D + 40) + (6 * 12 + D)
+    attention = (D + 36) + (36 + 6 * 26) + (D + 40) + (6 * 10 + D)
     mlps = 2 * 3 * (D + F // 2) + 3 * 3 * (D + FE // 2)
     for side in sides(requests=((4, 2),), lora_rank=4, lora_adapters=2).values():
         assert parameters(side)[-1] == 2 * 4 * (5 * attention + mlps)

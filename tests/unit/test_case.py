@@ -20,6 +20,7 @@ FULL = Case(
     candidate="optimized:full-sp",
     reference_world=1,
     overrides=(("index_topk", 4), ("model_type", "deepseek_v32"), ("norm_topk_prob", False)),
+    weights="ties",
     numerics="float32",
     scheme="full-sp",
     require_scheme="full-sp",

@@ -19,12 +19,13 @@ from reference.checkpoint import (
 from reference.config import ModelConfig, parse_config
 from reference.layout import adapted_modules, adapter_shapes, optional_copies, tensor_shapes
 
+FEWER = {"n_routed_experts": 8, "n_group": 4, "num_experts_per_tok": 4, "num_hidden_layers": 3}
 PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
 
 
 @pytest.fixture(scope="module")
 def raw():
-    return json.loads(PRESET.read_text()) | {"n_routed_experts": 8, "num_hidden_layers": 3}
+    return json.loads(PRESET.read_text()) | FEWER
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +103,15 @@ def test_random_weights_do_not_depend_on_the_order_of_reading(config):
 def test_random_weights_matter_everywhere(config):
     reader = RandomWeights(config, 0)
     spread = {name: reader.tensor(name).double().std().item() for name in reader.names()}
-    assert all(reader.tensor(name).dtype == torch.bfloat16 for name in reader.names())
+    stored = {name: reader.tensor(name).dtype for name in reader.names()}
+    wide = {name for name, dtype in stored.items() if dtype == torch.float32}
+    assert wide == {f"model.layers.{i}.mlp.gate.{x}" for i in (2, 3) for x in ("weight", "e_score_correction_bias")}
+    assert {stored[name] for name in stored.keys() - wide} == {torch.bfloat16}
     assert spread["model.embed_tokens.weight"] == pytest.approx(1, rel=0.1)
-    assert spread["model.layers.2.self_attn.o_proj.weight"] == pytest.approx(1.3 / math.sqrt(12 * 12), rel=0.1)
+    assert spread["model.layers.2.self_attn.o_proj.weight"] == pytest.approx(1.3 / math.sqrt(12 * 10), rel=0.1)
     assert spread["model.norm.weight"] == pytest.approx(0.2, rel=0.3)
     assert spread["model.layers.2.self_attn.indexer.k_norm.bias"] == pytest.approx(0.2, rel=0.5)
-    assert 0.02 < spread["model.layers.2.mlp.gate.e_score_correction_bias"] < 0.25
+    assert 0.006 < spread["model.layers.2.mlp.gate.e_score_correction_bias"] < 0.075
     assert reader.tensor("model.norm.weight").double().mean().item() == pytest.approx(1, abs=0.1)
 
 

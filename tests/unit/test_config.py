@@ -21,11 +21,16 @@ def test_a_published_file(raw):
     config = parse_config(raw)
     assert (config.hidden_size, config.num_attention_heads, config.index_topk) == (96, 12, 8)
     assert config.rope_theta == 10000.0
-    assert config.yarn == YarnConfig(8, 512, 32, 1, 1.0, 1.0)
+    assert config.yarn == YarnConfig(6, 512, 32, 1, 0.9, 1.2)
     assert config.has_indexer
     assert list(config.mtp_layers) == [5]
     assert [config.is_moe_layer(i) for i in range(6)] == [False, False, True, True, True, True]
-    assert config.latent_norm_eps == 1e-6
+    assert (config.rms_norm_eps, config.latent_norm_eps) == (1e-5, 2e-6)
+
+
+def test_a_published_file_does_not_say_the_eps_of_the_latents(raw):
+    del raw["latent_norm_eps"]
+    assert parse_config(raw).latent_norm_eps == 1e-6
 
 
 def test_both_spellings_of_the_rotary_settings(raw):
@@ -58,7 +63,7 @@ def test_overrides_come_last(raw):
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even"),
         ({"n_group": 5}, "n_group 5 does not divide"),
         ({"n_group": 24, "topk_group": 8}, "at least 2 experts"),
-        ({"topk_group": 5}, "topk_group 5 is more than"),
+        ({"topk_group": 7}, "topk_group 7 is more than"),
         ({"num_experts_per_tok": 13}, "num_experts_per_tok 13 is more than the 12"),
         ({"index_topk": None}, "needs index_n_heads"),
         ({"index_head_dim": 6}, "index_head_dim 6 is less than"),

@@ -77,13 +77,14 @@ def shapes(plan, scheme, phase=0, dp_rank=0):
 
 
 DENSE = [("all_gather", "tp", 9, 96), ("reduce_scatter", "tp", 18, 96)]
-DISPATCH = [("all_gatherv", "ep", 9, 96), ("all_gatherv", "ep", 9, 4), ("all_gatherv", "ep", 9, 4)]
+DISPATCH = [("all_gatherv", "ep", 9, 96), ("all_gatherv", "ep", 9, 10), ("all_gatherv", "ep", 9, 10)]
 DISPATCH += [("reduce_scatterv", "ep", 18, 96)]
+OF_FOUR = [(*call[:3], 4) if call[3] == 10 else call for call in DISPATCH]  # the alternating preset chooses 4 experts
 SUM = [("all_reduce", "tp", 17, 96)]
 
 
 def test_full_sp_target_by_hand():
-    """17 tokens, tp 2: m = 9. D = 96, K = 4, 2 dense and 3 MoE layers, 2 aux states, V = 250."""
+    """17 tokens, tp 2: m = 9. D = 96, K = 10, 2 dense and 3 MoE layers, 2 aux states, V = 250."""
     plan = plan_of(requests=((17,),), aux_layers=(0, 3))
     wanted = [*SUM, *DENSE, *DENSE, *(DENSE + DISPATCH) * 3, ("all_gather", "tp", 9, 288)]
     assert shapes(plan, "full-sp")[:-1] == wanted
@@ -115,9 +116,9 @@ def test_moe_sp_borders_by_hand():
     plan = plan_of(requests=((17,),), aux_layers=(3, 4), model="dsv32-alternating", scheme="moe-sp")
     border = ("all_gather", "tp", 9, 2 * 96)
     wanted = [*SUM, *SUM, *SUM, *SUM]  # embedding; layer 0; layer 1 with the MLP before
-    wanted += [*SUM, DENSE[1], *DISPATCH]  # layer 2
+    wanted += [*SUM, DENSE[1], *OF_FOUR]  # layer 2
     wanted += [border, *SUM]  # layer 3; aux 3 needs nothing more
-    wanted += [*SUM, *SUM, DENSE[1], *DISPATCH]  # aux 4, then layer 4 with the MLP before
+    wanted += [*SUM, *SUM, DENSE[1], *OF_FOUR]  # aux 4, then layer 4 with the MLP before
     wanted += [border, *SUM, *SUM]  # layer 5, and its open sum at the exit
     assert shapes(plan, "moe-sp")[:-1] == wanted
 
@@ -164,8 +165,8 @@ def test_three_data_parallel_ranks_by_hand():
         routed = [c for c in calls if c.group == "ep"]
         assert [(c.kind, c.shape) for c in routed[:4]] == [
             ("all_gatherv", (m, 96)),
-            ("all_gatherv", (m, 4)),
-            ("all_gatherv", (m, 4)),
+            ("all_gatherv", (m, 10)),
+            ("all_gatherv", (m, 10)),
             ("reduce_scatterv", (20, 96)),
         ]
         assert {c.sizes for c in routed} == {sizes}
@@ -182,7 +183,7 @@ def test_draft_step_0_has_the_targets_rows_and_agrees_no_more():
 def test_without_sp_rows_are_dispatched_between_data_parallel_ranks():
     plan = plan_of(requests=((5, 1), (11,), ()), scheme="tp", all2all_backend="naive")
     calls = [c for c in expected_collectives(plan, SIDES["tp"], 0, 0) if c.group == "dp"]
-    wanted = [("broadcast", (rows, width)) for width in (96, 4, 4) for rows in (6, 11, 1)]
+    wanted = [("broadcast", (rows, width)) for width in (96, 10, 10) for rows in (6, 11, 1)]
     assert [(c.kind, c.shape) for c in calls] == [*wanted, ("all_reduce", (18, 96))] * 3
     assert not [c for c in expected_collectives(plan_of(scheme="tp"), SIDES["tp"], 0, 0) if c.group != "tp"]
 
@@ -193,8 +194,8 @@ def test_all_to_all_has_counts_first_and_rows_by_choice():
     assert [(c.shape, c.dtype, c.by_choice) for c in calls[:5]] == [
         ((4,), "int64", False),
         ((12, 96), "float64", True),  # at most every own row to each of four ranks
-        ((12, 4), "int64", True),
-        ((12, 4), "float64", True),
+        ((12, 10), "int64", True),
+        ((12, 10), "float64", True),
         ((18, 96), "float64", True),  # and back: at most every row of all ranks, 3 + 3 + 6 + 6
     ]
     assert len(calls) == 15

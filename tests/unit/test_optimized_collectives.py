@@ -3,7 +3,8 @@
 import pytest
 from test_optimized_helpers import ALTERNATING, PRESET, build, on_ranks, tiny, token_ids
 
-N, M, D, K, V = 3, 2, 96, 4, 125
+N, M, D, K, V = 3, 2, 96, 10, 125
+K_ALTERNATING = 4
 
 REDUCE = ("tp", "all_reduce", (N, D))
 SCATTER = ("tp", "reduce_scatter", (2 * M, D))
@@ -14,9 +15,9 @@ def gather(states):
     return ("tp", "all_gather", (M, states * D))
 
 
-def exchange(group, m, total):
+def exchange(group, m, total, k=K):
     """Dispatch and combine by gather."""
-    sizes = [("all_gatherv", (m, D)), ("all_gatherv", (m, K)), ("all_gatherv", (m, K)), ("reduce_scatterv", (total, D))]
+    sizes = [("all_gatherv", (m, D)), ("all_gatherv", (m, k)), ("all_gatherv", (m, k)), ("reduce_scatterv", (total, D))]
     return [(group, *call) for call in sizes]
 
 
@@ -69,7 +70,7 @@ def test_moe_sp_leaves_its_shards_once(aux_layers):
 def test_moe_sp_crosses_the_border_both_ways(aux_layers):
     """Layers 2 and 4 have experts. A state behind a border is complete and costs nothing."""
     target, _ = calls_of(ALTERNATING, "moe-sp", aux_layers)
-    there_and_back = [REDUCE, SCATTER, *MOE, gather(2)]
+    there_and_back = [REDUCE, SCATTER, *exchange("ep", M, 2 * M, K_ALTERNATING), gather(2)]
     behind_attention, before_attention, at_exit = REDUCE, REDUCE, REDUCE
     first, second = [behind_attention], [before_attention, behind_attention]
     behind_border = [*there_and_back, behind_attention]

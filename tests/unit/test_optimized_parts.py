@@ -71,7 +71,8 @@ def test_both_rotations_turn_their_pairs():
     table.reserve(6)
     x = torch.randn(2, 8, dtype=F64)
     angle = torch.tensor([[p * f for f in frequencies(tiny())] for p in (5, 0)], dtype=F64)
-    cos, sin = angle.cos(), angle.sin()
+    longer = (0.1 * 0.9 * math.log(6) + 1) / (0.1 * 1.2 * math.log(6) + 1)  # the preset's two mscales
+    cos, sin = longer * angle.cos(), longer * angle.sin()
     positions = torch.tensor([5, 0])
     a, b = x[:, ::2], x[:, 1::2]
     expected = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(1)

@@ -30,7 +30,7 @@ def case(**options):
         ({"overrides": (("rope_theta", 10**400),)}, "rope_theta must be float"),
         ({"requests": ()}, "there is no request"),
         ({"pad_to": 16}, "--pad-to 16 is less than the 17 tokens"),
-        ({"model": "dsv99"}, "neither a preset (dsv32-alternating, dsv32-tiny) nor a folder"),
+        ({"model": "dsv99"}, "neither a preset (dsv3-tiny, dsv32-alternating, dsv32-tiny, dsv32-two-mtp) nor a folder"),
         ({"aux_layers": (6,)}, "--aux-layers 6 is outside 0..5"),
         ({"aux_layers": (-1,)}, "--aux-layers -1 is outside 0..5"),
         ({"mtp_steps": -1}, "--mtp-steps must be 0 or more"),

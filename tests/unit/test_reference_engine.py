@@ -48,9 +48,9 @@ def test_requests_do_not_see_each_other(ids):
 
 
 def test_the_latent_norms_have_an_epsilon_of_their_own():
-    attention = engine_of(rms_norm_eps=1e-5).model.layers[0].self_attn
-    assert (attention.q_a_layernorm.epsilon, attention.kv_a_layernorm.epsilon) == (1e-6, 1e-6)
-    assert engine_of(rms_norm_eps=1e-5).model.layers[0].input_layernorm.epsilon == 1e-5
+    attention = engine_of(rms_norm_eps=3e-5).model.layers[0].self_attn
+    assert (attention.q_a_layernorm.epsilon, attention.kv_a_layernorm.epsilon) == (2e-6, 2e-6)
+    assert engine_of(rms_norm_eps=3e-5).model.layers[0].input_layernorm.epsilon == 3e-5
     assert engine_of(latent_norm_eps=1e-5).model.layers[0].self_attn.q_a_layernorm.epsilon == 1e-5
 
 
@@ -145,7 +145,7 @@ def test_what_stays_float32_in_bfloat16(ids):
 
 def test_bfloat16_is_near_float64(ids):
     """Sparse choices flip in bfloat16, so this is the model without them."""
-    sizes = {"model_type": "deepseek_v3", "num_experts_per_tok": 12, "topk_group": 4}
+    sizes = {"model_type": "deepseek_v3", "num_experts_per_tok": 12, "topk_group": 6}
     exact = prefill(engine_of(**sizes), ids)
     rounded = prefill(engine_of(**sizes, dtype=torch.bfloat16), ids)
     assert (rounded - exact).abs().max() / exact.abs().max() < 0.05

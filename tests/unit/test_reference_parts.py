@@ -63,11 +63,13 @@ class TestRotary:
         x = torch.randn(3, 2, 13, dtype=torch.float64)
         positions = torch.tensor([0, 5, 1000])
         y = Rotary(config, interleaved=interleaved)(x, positions)
-        assert torch.equal(y[0], x[0])
+        longer = (0.1 * 0.9 * math.log(6) + 1) / (0.1 * 1.2 * math.log(6) + 1)  # the preset's two mscales
+        assert torch.allclose(y[0, :, :8], longer * x[0, :, :8], rtol=1e-14)
         assert torch.equal(y[..., 8:], x[..., 8:])
         for j in range(4):
             a, b = (2 * j, 2 * j + 1) if interleaved else (j, j + 4)
-            turned = torch.complex(x[..., a], x[..., b]) * torch.polar(torch.ones(3, 1), positions[:, None] * f[j])
+            turn = torch.polar(torch.full((3, 1), longer), positions[:, None] * f[j])
+            turned = torch.complex(x[..., a], x[..., b]) * turn
             assert torch.allclose(y[..., a], turned.real, atol=1e-4)
             assert torch.allclose(y[..., b], turned.imag, atol=1e-4)
 
@@ -76,7 +78,9 @@ class TestRotary:
         x = torch.zeros(1, 8, dtype=torch.float64)
         x[0, 2] = 1
         y = Rotary(config, interleaved=True)(x, torch.tensor([100_000]))
-        assert y[0, 3].item() == pytest.approx(math.sin(100_000 * frequencies(config)[1]), rel=1e-10)
+        assert y[0, 3].item() == pytest.approx(
+            table_scale(config) * math.sin(100_000 * frequencies(config)[1]), rel=1e-10
+        )
 
 
 class TestNorms:
