@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 
 import torch
@@ -55,11 +55,24 @@ class Snapped:
         """A tensor, float64."""
         return snap(self._stored.tensor(name).double(), self._bits)
 
+    def block(self, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """A span of each axis of a tensor, float64; nothing else of it is rounded."""
+        return snap(_cut(self._stored.tensor(name), spans).double(), self._bits)
+
     def lost(self, name: str) -> float:
         """The part of a tensor's norm that rounding takes away or adds: 1 where all of it becomes zero."""
         stored = self._stored.tensor(name).double()
         size = float(torch.linalg.vector_norm(stored))
         return float(torch.linalg.vector_norm(stored - snap(stored, self._bits))) / size if size else 0.0
+
+
+def read_block(reader: TensorReader, name: str, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """A span of each axis of a tensor, as ``reader`` gives it; the caller does not write into it."""
+    return reader.block(name, spans) if isinstance(reader, Snapped) else _cut(reader.tensor(name), spans)
+
+
+def _cut(x: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    return x[tuple(slice(start, stop) for start, stop in spans)]
 
 
 @lru_cache(maxsize=64)
