@@ -6,9 +6,11 @@ one that a run writes into is found too. Only plain data leaves the rank.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,26 +21,17 @@ from spcheck.contracts.pieces import Holding, Piece
 from spcheck.phases import module_of
 from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
-from spcheck.worker.expected import Expected, differing, region, same
+from spcheck.worker.expected import Expected, differing, region, row_of, same
 from spcheck.worker.lookalike import Lookalikes
+from spcheck.worker.slots import slots
 
 TURNS = 16
 """Behind each further case of an engine one of so many shares of its parameters is looked at, in turn."""
 
+_TOGETHER = 2**16  # elements of pieces that are compared in one go; with more, reading costs more than calling
+
 Fault = dict[str, Any]
-
-
-class Slot(NamedTuple):
-    """Where a parameter or buffer is kept: attribute ``attribute`` of ``module``."""
-
-    module: nn.Module
-    attribute: str
-
-    @property
-    def value(self) -> Tensor | None:
-        """What is there now; None where nothing is, or nothing that has values."""
-        value = getattr(self.module, self.attribute, None)
-        return value if isinstance(value, Tensor) and not value.is_meta else None
+Entry = tuple[Holding, Piece]
 
 
 class Loading:
@@ -52,9 +45,8 @@ class Loading:
         self._table = {holding.name: holding for holding in holdings(plan, side, rank)}
         self._expected = Expected(plan, reader)
         self._lookalikes = Lookalikes(plan, side, rank, self._expected)
-        parameters, buffers = _slots(root)
-        self._slots = {**{name: slot for name, slot in buffers.items() if name in self._table}, **parameters}
-        self._marks = {name: checksum(slot.value) for name, slot in self._slots.items()}
+        self._slots = slots(root, self._table)
+        self._marks = {name: slot.mark() for name, slot in self._slots.items()}
         self._runs = 0
         self.log: dict[str, Any] = {
             "checked": len(self._table),
@@ -69,7 +61,7 @@ class Loading:
         if self._runs:
             names = names[self._runs % TURNS :: TURNS]
         self._runs += 1
-        changed = [name for name in names if checksum(self._slots[name].value) != self._marks[name]]
+        changed = [name for name in names if self._slots[name].mark() != self._marks[name]]
         if changed:
             before = {fault["parameter"] for fault in self.log["faults"]}
             wrong = {f["parameter"]: f for f in self._faults(n for n in changed if n in self._table)}
@@ -78,9 +70,9 @@ class Loading:
         return bool(changed)
 
     def _faults(self, names: Iterable[str]) -> Iterator[Fault]:
-        """Of the first wrong values it is also told what they are instead."""
+        """In the order of ``names``. Of the first wrong values it is also told what they are instead."""
         hinted = False
-        for name in names:
+        for name in self._suspects([self._table[name] for name in names]):
             fault, piece = self._fault(self._table[name])
             if piece is not None and not hinted:
                 fault["hint"] = self._hint(name, piece)
@@ -88,18 +80,42 @@ class Loading:
             if fault:
                 yield {"parameter": name, **fault}
 
-    def _fault(self, holding: Holding) -> tuple[Fault, Piece | None]:
-        """What is wrong with a parameter, nothing where it is right, and its first wrong piece."""
+    def _suspects(self, asked: Sequence[Holding]) -> list[str]:
+        """Parameters that are not whole, or are compared together with one that is wrong."""
+        suspects = {holding.name for holding in asked if self._misfit(holding)}
+        entries = [(h, p) for h in asked if h.name not in suspects for p in h.pieces]
+        for batch in _batches(entries):
+            if not self._is_right(batch):
+                suspects |= {holding.name for holding, _ in batch}
+        return [holding.name for holding in asked if holding.name in suspects]
+
+    def _is_right(self, batch: Sequence[Entry]) -> bool:
+        found = row_of([region(self._value(holding), piece) for holding, piece in batch])
+        wanted = self._expected.row((piece for _, piece in batch), found.dtype)
+        return same(found, wanted.to(found.device))
+
+    def _value(self, holding: Holding) -> Tensor:
+        value = self._slots[holding.name].value
+        assert value is not None, "one that is missing is not compared"
+        return value
+
+    def _misfit(self, holding: Holding) -> Fault:
+        """What is wrong with a parameter apart from its values; nothing where it fits."""
         slot = self._slots.get(holding.name)
         found = None if slot is None else slot.value
         if found is None:
-            return {"what": "missing"}, None
-        if tuple(found.shape) != holding.shape:
-            return {"what": "shape", "got": list(found.shape), "wanted": list(holding.shape)}, None
+            return {"what": "missing"}
+        if found.shape != holding.shape:
+            return {"what": "shape", "got": list(found.shape), "wanted": list(holding.shape)}
         dtype = self._expected.dtype(holding)
         if found.dtype != dtype:
-            return {"what": "type", "got": _type_name(found.dtype), "wanted": _type_name(dtype)}, None
-        return self._wrong_values(holding, found)
+            return {"what": "type", "got": _type_name(found.dtype), "wanted": _type_name(dtype)}
+        return {}
+
+    def _fault(self, holding: Holding) -> tuple[Fault, Piece | None]:
+        """What is wrong with a parameter, nothing where it is right, and its first wrong piece."""
+        misfit = self._misfit(holding)
+        return (misfit, None) if misfit else self._wrong_values(holding, self._value(holding))
 
     def _wrong_values(self, holding: Holding, found: Tensor) -> tuple[Fault, Piece | None]:
         fault: Fault = {}
@@ -121,9 +137,8 @@ class Loading:
         return fault, first
 
     def _hint(self, name: str, piece: Piece) -> str:
-        found = self._slots[name].value
-        assert found is not None, "it was compared"
-        return self._lookalikes.hint(self._table[name], piece, region(found, piece))
+        holding = self._table[name]
+        return self._lookalikes.hint(holding, piece, region(self._value(holding), piece))
 
     def _unknown(self) -> list[str]:
         """Parameters that the table does not have; one that shares its storage with one of the table is checked."""
@@ -141,24 +156,19 @@ class Loading:
         return marks
 
 
-def checksum(x: Tensor | None) -> int | None:
-    """Of a tensor's shape, type and bits; another value anywhere changes it. None of None."""
-    if x is None:
-        return None
-    kind = zlib.crc32(f"{tuple(x.shape)} {x.dtype}".encode())
-    return zlib.crc32(x.detach().reshape(-1).view(torch.uint8).numpy(force=True).data, kind)
-
-
-def _slots(root: nn.Module) -> tuple[dict[str, Slot], dict[str, Slot]]:
-    """Parameters and buffers by name, those too that several modules share."""
-    parameters, buffers = {}, {}
-    for path, module in root.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-            parameters[prefix + name] = Slot(module, name)
-        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
-            buffers[prefix + name] = Slot(module, name)
-    return parameters, buffers
+def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Pieces of parameters of one type, in order, as many together as are small."""
+    for _, alike in groupby(entries, key=lambda entry: entry[0].wide):
+        batch: list[Entry] = []
+        size = 0
+        for entry in alike:
+            count = math.prod(entry[1].shape)
+            if batch and size + count > _TOGETHER:
+                yield batch
+                batch, size = [], 0
+            batch.append(entry)
+            size += count
+        yield batch
 
 
 def _storage(x: Tensor) -> int:
