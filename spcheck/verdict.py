@@ -29,7 +29,6 @@ from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
 from spcheck.subject import CHOICES
 
-
 _CAUSES = ("scheme", "parameters", "memory", "rows")
 """Kinds of findings that explain wrong values, in the order in which they are told."""
 
@@ -78,18 +77,19 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
     parameters = check_parameters(plan, reports)
-    contracts = (rows, collectives, work, check_memory(plan, reports), parameters)
+    memory = check_memory(plan, reports)
     exactness = check_exactness(plan, reports)
     first = _first_over(plan.case.numerics, results)
     broken = explain(reports, plan.case.tp) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
     if broken and broken.divergence:
         findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
+    findings += breach_findings(parameters)  # before what may follow from them
     findings += value_findings(plan, results, first, exactness)
     findings += token_findings(plan, results, first, exactness)
     findings += exactness_findings(plan, results, exactness)
     findings += pairing_findings(plan, results, reports) if failure is None else []
-    findings += [finding for checked in (parameters, *contracts[:-1]) for finding in breach_findings(checked)]
+    findings += [finding for checked in (rows, collectives, work, memory) for finding in breach_findings(checked)]
     findings += scheme_findings(plan, reports)
     findings = _causes_first(results, first, findings)
     verdict = Verdict(
@@ -101,6 +101,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     )
     costs = account(plan, reports)
     spoken = generation_of(plan, reports)
+    contracts = (rows, collectives, work, memory, parameters)
     return Comparison(plan, results, *contracts, exactness, verdict, costs, environment, spoken, broken)
 
 
@@ -155,6 +156,6 @@ def _causes_first(results: Sequence[ProbeResult], first: ProbeResult | None, fin
         return f.kind in ("scheme", "parameters", "memory") or (f.kind == "rows" and before)
 
     causes = sorted(filter(explains, findings), key=lambda f: _CAUSES.index(f.kind))
-    place = next((i for i, f in enumerate(findings) if f.kind in ("value", "choice")), 0)
     others = [f for f in findings if f not in causes]
+    place = next((i for i, f in enumerate(others) if f.kind in ("value", "choice")), 0)
     return [*others[:place], *causes, *others[place:]]

@@ -58,5 +58,5 @@ class Lookalikes:
 
 def _described(piece: Piece, other: Piece, rank: int) -> str:
     if other.tensor == piece.tensor:
-        return f"it is rank {rank}'s part of {other.tensor}"
-    return f"it is {other.tensor}"
+        return f"what stands there is rank {rank}'s part of {other.tensor}"
+    return f"what stands there is {other.tensor}"
