@@ -11,19 +11,18 @@ from reference.checkpoint import TensorReader
 from spcheck.contracts.holdings import repeated_tensors
 from spcheck.contracts.pieces import ZEROS, Holding, Piece
 from spcheck.plan import Plan
-from spcheck.worker.weights import Snapped
 
 
 class Expected:
     """Reads pieces. A tensor that the checkpoint leaves out is read from the one that it repeats."""
 
     def __init__(self, plan: Plan, reader: TensorReader) -> None:
-        self._snapped = reader if isinstance(reader, Snapped) else None
-        self._stored = reader.stored if isinstance(reader, Snapped) else reader
+        self._reader = reader
         self._names = frozenset(reader.names())
         self._repeated = repeated_tensors(plan.config)
         self._plain: torch.dtype = getattr(torch, plan.dtype)
         self._wide: torch.dtype = getattr(torch, plan.wide_dtype)
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))  # pieces of one tensor often follow each other
 
     def dtype(self, holding: Holding) -> torch.dtype:
         """The type that a parameter must have."""
@@ -35,25 +34,28 @@ class Expected:
         Raises:
             reference.checkpoint.CheckpointError: the checkpoint does not hold the tensor.
         """
-        return self._rounded(self._read(piece), dtype).reshape(piece.shape)
+        return self._read(piece).to(dtype).reshape(piece.shape)
+
+    def forget(self) -> None:
+        """Lets go of the tensor that was read last."""
+        self._last = ("", torch.empty(0))
 
     def row(self, pieces: Iterable[Piece], dtype: torch.dtype) -> Tensor:
         """Several pieces, flat and one behind the other; faster than one by one."""
         blocks = [self._read(piece).reshape(-1) for piece in pieces]
-        return self._rounded(blocks[0] if len(blocks) == 1 else torch.cat(blocks), dtype)
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(dtype)
 
     def _read(self, piece: Piece) -> Tensor:
-        """As it is stored; tensors that are rounded are rounded together."""
+        """As the reader gives it."""
         if piece.tensor == ZEROS:
             return torch.zeros(piece.shape, dtype=torch.bfloat16)
         name = piece.tensor
         if name not in self._names:
             name = self._repeated.get(name, name)
-        block = self._stored.tensor(name)[tuple(slice(start, stop) for start, stop in piece.source)]
+        if name != self._last[0]:
+            self._last = name, self._reader.tensor(name)
+        block = self._last[1][tuple(slice(start, stop) for start, stop in piece.source)]
         return block.mT if piece.transposed else block
-
-    def _rounded(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        return (stored if self._snapped is None else self._snapped.rounded(stored)).to(dtype)
 
 
 def region(parameter: Tensor, piece: Piece) -> Tensor:

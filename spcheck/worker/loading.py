@@ -87,6 +87,7 @@ class Loading:
         for batch in _batches(entries):
             if not self._is_right(batch):
                 suspects |= {holding.name for holding, _ in batch}
+        self._expected.forget()
         return [holding.name for holding in asked if holding.name in suspects]
 
     def _is_right(self, batch: Sequence[Entry]) -> bool:

@@ -37,33 +37,29 @@ def open_weights(plan: Plan) -> TensorReader:
 
 
 class Snapped:
-    """Another reader's tensors in float64, rounded to the grid of weights; ``stored`` is that reader."""
+    """Another reader's tensors in float64, rounded to the grid of weights."""
 
     def __init__(self, stored: TensorReader, grid: Grid) -> None:
-        self.stored = stored
+        self._stored = stored
         self._bits = grid.weight
 
     def names(self) -> Collection[str]:
         """As stored."""
-        return self.stored.names()
+        return self._stored.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As stored."""
-        return self.stored.shape(name)
+        return self._stored.shape(name)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, float64."""
-        return self.rounded(self.stored.tensor(name))
-
-    def rounded(self, stored: Tensor) -> Tensor:
-        """Stored values in float64 on the grid, as a new tensor."""
-        return snap(stored.double(), self._bits)
+        return snap(self._stored.tensor(name).double(), self._bits)
 
     def lost(self, name: str) -> float:
         """The part of a tensor's norm that rounding takes away or adds: 1 where all of it becomes zero."""
-        stored = self.stored.tensor(name).double()
+        stored = self._stored.tensor(name).double()
         size = float(torch.linalg.vector_norm(stored))
-        return float(torch.linalg.vector_norm(stored - self.rounded(stored))) / size if size else 0.0
+        return float(torch.linalg.vector_norm(stored - snap(stored, self._bits))) / size if size else 0.0
 
 
 @lru_cache(maxsize=64)
