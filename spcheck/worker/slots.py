@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Slot:
     """Attribute ``attribute`` of ``module``, a parameter or a buffer."""
@@ -32,8 +34,8 @@ class Slot:
             return None
         if value is not self._marked or value.device.type != "cpu":
             # On the CPU the bytes are those of the parameter itself: what is written into it shows.
-            flat = value.detach().reshape(-1).view(torch.uint8)
-            self._bytes = flat.numpy(force=True).data
+            bits = value.contiguous().view(_INTEGERS[value.element_size()])
+            self._bytes = bits.numpy(force=True).data
             self._kind = zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode())
             self._marked = value if value.is_contiguous() else None
         return zlib.crc32(self._bytes, self._kind)
