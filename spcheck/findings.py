@@ -135,8 +135,10 @@ def breach_findings(checked: Checked) -> list[Finding]:
 
 
 def _breach_finding(breach: Breach, others: int) -> Finding:
-    # A reference that breaks its own contract proves nothing about the candidate.
-    outcome = "DIVERGED" if breach.subject == "candidate" else "INCONCLUSIVE"
+    # A reference that breaks its own contract proves nothing about the candidate. With other parameters it is another
+    # model.
+    decides = breach.subject == "candidate" or breach.rule == "parameters"
+    outcome = "DIVERGED" if decides else "INCONCLUSIVE"
     nowhere = {"dp": None, "request": None, "position": None, "rank": breach.rank}
     at = None if breach.probe is None else {"probe": breach.probe, "call": breach.call, **nowhere}
     prefix = "" if breach.subject == "candidate" else "reference: "

@@ -139,8 +139,8 @@ _OPTIONS = [
                  help="Overrides a key of the model's config.json, after --scale; repeatable. A dot reaches a nested "
                       "one: rope_scaling.factor=4. null is for absent."),
     click.option("--weights", type=click.Choice(WEIGHTS), default="plain", show_default=True,
-                 help="The kind of random weights. ties: twin experts, tokens and index heads; outliers: a few channels "
-                      "a hundred times larger."),
+                 help="Kind of random weights. ties: twin experts, tokens and index heads; outliers: a few channels a "
+                      "hundred times larger."),
     click.option("--lora-rank", type=int, default=0, show_default=True, help="Rank of the LoRA adapters."),
     click.option("--lora-adapters", type=int, default=0, show_default=True,
                  help="Random adapters; the requests of all data-parallel ranks use them in turn, and then none."),

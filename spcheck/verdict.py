@@ -9,6 +9,7 @@ from typing import Any
 from spcheck.contracts.accounting import SideAccount, account
 from spcheck.contracts.check import Checked, check_collectives, check_rows
 from spcheck.contracts.exactness import Exactness, check_exactness
+from spcheck.contracts.loading import check_parameters
 from spcheck.contracts.memory import check_memory
 from spcheck.contracts.sameness import Degenerate, degenerate_probes
 from spcheck.contracts.work import check_work
@@ -30,6 +31,9 @@ from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
 from spcheck.rounding import is_definite
 
+_CAUSES = ("scheme", "parameters", "memory", "rows")
+"""Kinds of findings that explain wrong values, in the order in which they are told."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -41,6 +45,7 @@ class Comparison:
     collectives: Checked
     work: Checked
     memory: Checked
+    parameters: Checked
     exactness: Exactness | None
     verdict: Verdict
     accounting: dict[str, SideAccount]
@@ -75,20 +80,22 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     collectives = check_collectives(plan, reports)
     other_choices = {(r.probe, r.call) for r in results if r.kind == "set" and r.over}
     work = check_work(plan, reports, other_choices) if failure is None else Checked(0, ())
-    contracts = (rows, collectives, work, check_memory(plan, reports))
+    parameters = check_parameters(plan, reports)
+    memory = check_memory(plan, reports)
     exactness = check_exactness(plan, reports)
     first = _first_over(plan, results)
     broken = explain(reports, plan.case.tp) if failure else None
     findings = [Finding("failed", "FAILED", failure)] if failure else []
     if broken and broken.divergence:
         findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
+    findings += breach_findings(parameters)  # before what may follow from them
     findings += value_findings(plan, results, first, exactness)
     findings += token_findings(plan, results, first, exactness)
     degenerate = degenerate_probes(plan, reports) if failure is None else ()
     findings += degenerate_findings(degenerate)
     findings += exactness_findings(plan, results, exactness)
     findings += pairing_findings(plan, results, reports) if failure is None else []
-    findings += [finding for checked in contracts for finding in breach_findings(checked)]
+    findings += [finding for checked in (rows, collectives, work, memory) for finding in breach_findings(checked)]
     findings += scheme_findings(plan, reports)
     findings = _causes_first(results, first, findings)
     verdict = Verdict(
@@ -99,6 +106,7 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
         first_divergence=_first_divergence(results, first, findings),
     )
     spoken = generation_of(plan, reports)
+    contracts = (rows, collectives, work, memory, parameters)
     return Comparison(
         plan,
         results,
@@ -168,9 +176,9 @@ def _causes_first(results: Sequence[ProbeResult], first: ProbeResult | None, fin
 
     def explains(f: Finding) -> bool:
         before = f.at is not None and order.get((f.at["probe"], f.at["call"]), until + 1) <= until
-        return f.kind in ("scheme", "memory") or (f.kind == "rows" and before)
+        return f.kind in ("scheme", "parameters", "memory") or (f.kind == "rows" and before)
 
-    causes = sorted(filter(explains, findings), key=lambda f: ("scheme", "memory", "rows").index(f.kind))
-    place = next((i for i, f in enumerate(findings) if f.kind in ("value", "choice")), 0)
+    causes = sorted(filter(explains, findings), key=lambda f: _CAUSES.index(f.kind))
     others = [f for f in findings if f not in causes]
+    place = next((i for i, f in enumerate(others) if f.kind in ("value", "choice")), 0)
     return [*others[:place], *causes, *others[place:]]

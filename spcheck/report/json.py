@@ -48,6 +48,7 @@ def _document(c: Comparison) -> dict[str, Any]:
             "collectives": _contract(c.collectives),
             "work": _contract(c.work),
             "memory": _contract(c.memory),
+            "parameters": _contract(c.parameters),
         },
         "accounting": accounting_json(c.accounting),
         "generation": generation_json(c.generation),

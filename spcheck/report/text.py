@@ -183,6 +183,7 @@ def _contracts(c: Comparison) -> Iterable[str]:
         ("collectives", "collectives", c.collectives),
         ("expert work", "expert counts", c.work),
         ("memory", "sizes", c.memory),
+        ("parameters", "tensors", c.parameters),
     ):
         yield f"{name:<12} {_state(checked)}  {checked.checked} {unit} on {ranks} rank{'s' if ranks > 1 else ''}"
 

@@ -20,6 +20,7 @@ from spcheck.plan import Plan
 from spcheck.schemes import SidePlan
 from spcheck.subject import Engine, Tap, load_subject, taps_of
 from spcheck.worker.capture import Capture, PaddingWriter
+from spcheck.worker.loading import Loading
 from spcheck.worker.replay import Replay
 from spcheck.worker.snap import Snapper
 from spcheck.worker.weights import open_weights
@@ -29,11 +30,13 @@ from spcheck.worker.weights import open_weights
 class Built:
     """An engine and everything that hangs on it. ``groups`` are the communicators it was handed.
 
-    ``parameters`` are the bytes that each of its modules holds (:func:`spcheck.phases.module_of`).
+    ``parameters`` are the bytes that each of its modules holds (:func:`spcheck.phases.module_of`), ``loading`` how its
+    parameters compare with the checkpoint.
     """
 
     engine: Engine
     parameters: dict[str, int]
+    loading: Loading
     packed: bool
     taps: Mapping[str, Tap]
     groups: dict[str, Recorded]
@@ -93,8 +96,11 @@ def build_key(side: SidePlan, plan: Plan, rank: int, device: torch.device) -> tu
     )
 
 
-def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Recorded]) -> Built:
-    """Builds a subject and puts the hooks on, in this order: what captures sees a value before it is replaced."""
+def build(side: SidePlan, plan: Plan, rank: int, device: torch.device, groups: dict[str, Recorded]) -> Built:
+    """Builds a subject on a rank of the world, and compares its parameters with the checkpoint.
+
+    The hooks are put on in this order: what captures sees a value before it is replaced.
+    """
     subject = load_subject(side.module)
     taps = side_taps(side, plan)
     root = build_bare(side, plan, device, groups)
@@ -102,6 +108,7 @@ def build(side: SidePlan, plan: Plan, device: torch.device, groups: dict[str, Re
     return Built(
         engine=cast(Engine, root),
         parameters=_parameter_bytes(root),
+        loading=Loading(root, plan, side, rank, open_weights(plan)),
         packed=subject.BATCHING == "packed",
         taps=taps,
         groups=groups,

@@ -62,7 +62,7 @@ class Side:
         self._built = self._pool.take(self._key)
         if self._built is None:
             recorded = {n: Recorded(g, self._records, self._module, self._trace) for n, g in groups.items()}
-            self._built = build(self.plan, self._plan, device, recorded)
+            self._built = build(self.plan, self._plan, self._world.rank, device, recorded)
         else:
             self._built.join(groups, self._records, self._module, self._trace)
         self._begin(self._built)
@@ -74,7 +74,7 @@ class Side:
         built.padding.start(case.padding_content, case.seed)
         if built.snapper:
             built.snapper.start()
-        self.log |= {"scheme": built.engine.scheme, "parameters": built.parameters}
+        self.log |= {"scheme": built.engine.scheme, "parameters": built.parameters, "loading": built.loading.log}
         built.engine.start(self._plan.lengths(dp_rank), self._plan.adapters(dp_rank))
 
     @property
@@ -151,6 +151,9 @@ class Side:
         if built.snapper:
             self.log |= {"off_grid": built.snapper.off_grid, "norms": built.snapper.plain_norms()}
             self.log["not_rounded"] = self._unrounded(built.snapper.silent())
+        if built.loading.look_again():
+            self.log["loading"] = built.loading.log
+            return  # no other case is to run on what this one left
         self._pool.give_back(self._key, built)
 
     def _unrounded(self, silent: list[str]) -> list[str]:

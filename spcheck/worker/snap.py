@@ -27,7 +27,8 @@ class Snapper:
     """Snap hooks on one subject, put on behind the hooks that capture: a probe shows the value before its snap.
 
     ``norms`` grows to the largest row norm of every snapped value, for the guard; ``off_grid`` names the first matrix
-    that was handed a value, or holds a weight, between grid points. With ``watch`` false no norms are taken.
+    that was handed a value between grid points. With ``watch`` false no norms are taken. That parameters lie on their
+    grid is not looked at here: they are compared with the checkpoint, which is read on it.
 
     Raises:
         TapError: the subject has no module of a name at which a value must be snapped.
@@ -51,9 +52,6 @@ class Snapper:
             # A single expert gets rows of what the router got, and of what an activation handed on.
             if isinstance(weight, Tensor) and weight.ndim == 2 and ".experts." not in name:
                 self._check_operand(name, module, grid.activation)
-        for name, parameter in root.named_parameters():
-            self._check(f"parameter {name}", parameter, grid.weight)
-        self._off_grid_weight = self.off_grid
 
     def expect(self, real: Mapping[int, int]) -> None:
         """Of so many rows in the next forward so many are real; the others hold what they like."""
@@ -62,7 +60,7 @@ class Snapper:
     def start(self) -> None:
         """Forgets the last case."""
         self.norms = {}
-        self.off_grid = self._off_grid_weight
+        self.off_grid = None
         self._fired = set()
 
     def silent(self) -> list[str]:

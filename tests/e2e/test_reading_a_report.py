@@ -24,7 +24,12 @@ def test_the_faults_show_what_the_document_says_of_them():
     value, contract = block_of("value", TEXT)[2], block_of("contract", TEXT)[2]
     assert "only on rank 1" in value
     assert "DIFFERS" in value
-    assert "BROKEN" not in value
+    assert value.count("BROKEN") == 1
+    assert "parameters   BROKEN" in value
+    assert (
+        "parameters  model.layers.0.mlp.down_proj.weight differs from the checkpoint on rank 1: first at [3, 5], "
+        in value
+    )
     assert "DIFFERS" not in contract
     assert "expert work  BROKEN" in contract
 

@@ -109,7 +109,7 @@ def test_the_id_names_them_only_where_they_are_not_the_usual_ones():
 
 def test_a_checkpoint_has_weights_of_its_own():
     folder = "fixtures/golden/deepseek_v32"
-    with pytest.raises(UsageError, match=r"^--weights ties is for a preset's random weights, and .* has its own$"):
+    with pytest.raises(UsageError, match=r"^--weights ties is for random weights, and .* has stored ones$"):
         make_plan(Case(((3,),), 2, model=folder, weights="ties"))
     make_plan(Case(((3,),), 2, model=folder))
     assert "deepseek_v32" not in preset_names()
