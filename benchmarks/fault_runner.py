@@ -1,7 +1,7 @@
 """Runs cases in the source tree it stands in, one for each line it reads, and answers with what a user would read.
 
 In: ``{"command": [...]}``, the words behind ``spcheck diff``, or ``{"sweep": i}``, a case of the covering arrays. Out:
-``{"outcome": ..., "first": ..., "text": [...]}`` with the sentences of all findings, ``{"error": ...}`` where there was
+``{}`` once all is imported, then ``{"outcome": ..., "first": ..., "text": [...]}`` with the sentences of all findings, ``{"error": ...}`` where there was
 no verdict, or ``{"end": true}`` behind the last case of the arrays. A case that hangs is the caller's to end.
 """
 
@@ -87,6 +87,8 @@ def main() -> None:
     os.dup2(2, 1)  # what a subject prints must not enter the conversation
     torch.set_num_threads(1)
     pool = EnginePool()
+    channel.write("{}\n")
+    channel.flush()
     for line in sys.stdin:
         channel.write(json.dumps(_answered(json.loads(line), pool)) + "\n")
         channel.flush()

@@ -67,21 +67,31 @@ def guesses(text: Sequence[str]) -> list[str]:
 
 
 def _is_fact(part: str) -> bool:
-    return part.startswith(("largest at", "the run goes on", "a rounding difference", "the reference "))
+    return part.startswith(
+        ("largest at", "expected [", "shape [", "the run goes on", "a rounding difference", "the reference ")
+    )
 
 
 def judged(cause: Mapping[str, Any], text: Sequence[str]) -> tuple[str, list[str]]:
     """``names``, ``silent`` or ``misleads``, and the guesses that are not true of the cause."""
-    wrong = [guess for guess in guesses(text[:1] + _hinted(text[1:])) if not _is_true(guess, cause)]
-    named = any(re.search(cause["names"], sentence, re.IGNORECASE) for sentence in text)
+    wrong = [guess for guess in guesses(text) if not _is_true(guess, cause)]
+    named = any(_names(cause, words, start) for sentence in text for words, start in _telling(sentence))
     return "misleads" if wrong else "names" if named else "silent", wrong
 
 
-def _hinted(text: Sequence[str]) -> list[str]:
-    """Findings that carry hints beside the first one."""
-    return [sentence for sentence in text if sentence.startswith(("value", "choice"))]
+def _telling(sentence: str) -> list[tuple[str, int]]:
+    """What may name a cause, and where its own words begin: behind the name of a probe stand its guesses."""
+    kind, _, message = sentence.partition("  ")
+    if kind not in ("value", "choice", "token"):
+        return [(message, 0)]
+    probe = message.partition(": ")[0]
+    return [(f"{probe} {guess}", len(probe)) for guess in guesses([sentence])]
+
+
+def _names(cause: Mapping[str, Any], words: str, start: int) -> bool:
+    return any(match.end() > start for match in re.finditer(cause["names"], words, re.IGNORECASE))
 
 
 def _is_true(guess: str, cause: Mapping[str, Any]) -> bool:
     kinds = [kind for kind, words in KINDS.items() if re.search(words, guess)]
-    return bool(re.search(cause["names"], guess, re.IGNORECASE)) or any(kind in cause["allows"] for kind in kinds)
+    return _names(cause, guess, 0) or any(kind in cause["allows"] for kind in kinds)

@@ -83,7 +83,7 @@ class Runner:
             self._process = None
 
     def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.fault_runner"],
             cwd=self._tree,
             stdin=subprocess.PIPE,
@@ -91,6 +91,10 @@ class Runner:
             stderr=subprocess.DEVNULL,
             env={"PYTHONPATH": str(self._tree), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         )
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise SystemExit(f"the runner in {self._tree} does not start: python -m benchmarks.fault_runner tells why")
+        return process
 
 
 @contextmanager
@@ -193,7 +197,9 @@ def show(all_told: Sequence[Told]) -> Iterator[str]:
     hints = Counter(told.hint for told in seen)
     yield f"{len(all_told)} faults; {len(seen)} of {len(sought)} seen: {', '.join(f'{n} by {k}' for k, n in by.items())}"
     yield f"of harmless ones {len(wrong)} not EQUAL: {', '.join(told.name for told in wrong) or 'none'}"
-    shares = [f"{hints[kind]} ({hints[kind] / max(len(seen), 1):.0%}) {kind}" for kind in ("names", "silent", "misleads")]
+    shares = [
+        f"{hints[kind]} ({hints[kind] / max(len(seen), 1):.0%}) {kind}" for kind in ("names", "silent", "misleads")
+    ]
     yield f"hints of the seen ones: {', '.join(shares)}"
 
 
