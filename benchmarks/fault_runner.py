@@ -1,8 +1,9 @@
 """Runs cases in the source tree it stands in, one for each line it reads, and answers with what a user would read.
 
-In: ``{"command": [...]}``, the words behind ``spcheck diff``, or ``{"sweep": i}``, a case of the covering arrays. Out:
-``{}`` once all is imported, then ``{"outcome": ..., "first": ..., "text": [...]}`` with the sentences of all findings, ``{"error": ...}`` where there was
-no verdict, or ``{"end": true}`` behind the last case of the arrays. A case that hangs is the caller's to end.
+In: ``{"command": [...]}``, the words behind ``spcheck diff``, or ``{"sweep": i}``, a case of the covering arrays; and
+``"seconds"``, what it may take. Out: ``{}`` once all is imported, then for each line ``{"outcome": ..., "first": ...,
+"text": [...]}`` with the sentences of all findings, ``{"error": ...}`` where there was no verdict, or ``{"end": true}``
+behind the last case of the arrays. A case that hangs is the caller's to end.
 """
 
 from __future__ import annotations

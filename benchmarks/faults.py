@@ -195,7 +195,8 @@ def show(all_told: Sequence[Told]) -> Iterator[str]:
     seen = [told for told in sought if told.seen_by != "nothing"]
     by = Counter(told.seen_by for told in seen)
     hints = Counter(told.hint for told in seen)
-    yield f"{len(all_told)} faults; {len(seen)} of {len(sought)} seen: {', '.join(f'{n} by {k}' for k, n in by.items())}"
+    ways = ", ".join(f"{number} by {way}" for way, number in by.items())
+    yield f"{len(all_told)} faults; {len(seen)} of {len(sought)} seen: {ways}"
     yield f"of harmless ones {len(wrong)} not EQUAL: {', '.join(told.name for told in wrong) or 'none'}"
     shares = [
         f"{hints[kind]} ({hints[kind] / max(len(seen), 1):.0%}) {kind}" for kind in ("names", "silent", "misleads")

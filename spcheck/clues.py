@@ -17,8 +17,8 @@ def clue_texts(plan: Plan, result: ProbeResult) -> list[str]:
         return []
     by_rank = list(result.clues.values())
     common = [name for name in by_rank[0] if all(name in clues for clues in by_rank)]
-    texts = {name: _TEXTS[name](plan, result, [clues[name] for clues in by_rank]) for name in common}
-    texts = {name: text for name, text in texts.items() if text}
+    told = {name: _TEXTS[name](plan, result, [clues[name] for clues in by_rank]) for name in common}
+    texts = {name: text for name, text in told.items() if text}
     weaker = {other for name in texts for other in _WEAKER.get(name, ())}
     return [text for name, text in texts.items() if name not in weaker]
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator
 
 from spcheck.clues import clue_texts
+from spcheck.forward_rows import rows_of
 from spcheck.guard import ROUTED
 from spcheck.matching import whose_values
 from spcheck.merge import ProbeResult
 from spcheck.plan import Plan
-from spcheck.separation import rows_of, separation
+from spcheck.separation import separation
 
 _CLOSE = 1e-3
 _ZERO = 1e-9

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spcheck.forward_rows import ForwardRow, Rows
 from spcheck.merge import ProbeResult
 from spcheck.phases import Phase
 from spcheck.plan import Plan
-from spcheck.separation import ForwardRow, Rows
 
 Sketch = Sequence[float]
 
@@ -99,7 +99,7 @@ def _pattern(plan: Plan, matched: _Matched) -> str | None:
         return f"it holds the rows of {_request_text(plan, *request)}"
     if shift is not None:
         shard = _constant(matched, lambda row, source: source.rank - row.rank if source.own == row.own else None)
-        ranks = f" (that of rank {_signed(shard)}'s shard)" if shard else ""
+        ranks = {1: ", that of the next rank's shard", -1: ", that of the previous rank's shard"}.get(shard, "")
         return f"each row holds the value of the row {abs(shift)} {'later' if shift > 0 else 'before'}{ranks}"
     return None
 
@@ -111,10 +111,6 @@ def _constant(matched: _Matched, of: Callable[[ForwardRow, ForwardRow], Any]) ->
         values = {of(row, source) for source in sources} - {None}
         common = values if common is None else common & values
     return min(common, default=None) if common else None
-
-
-def _signed(ranks: int) -> str:
-    return f"r {'+' if ranks > 0 else '-'} {abs(ranks)}"
 
 
 def _example(plan: Plan, matched: _Matched, wrong: int) -> str:

@@ -38,9 +38,10 @@ class ProbeResult:
     ``worst`` and ``first`` say where: DP rank, request, position, rank, and ``worst`` the own row and channel.
     ``ranks_over`` are the ranks with a row over the bound. ``histogram`` counts the unequal rows by the binary exponent
     of their error: x holds those from 2**(x - 1) to below 2**x, 1024 the infinite ones too. ``ratio`` is a factor that
-    explains the rows of all ranks. By rank, of those that sent them: ``wrong`` are runs of own rows over the bound, None
-    where these are not known; ``clues`` what they have in common; ``sketches`` what stands in them; ``miscounts`` rows
-    that experts computed and choices, where these are not as many. ``marks`` are what the reference has in all rows.
+    explains the rows of all ranks. By rank, of those that sent them: ``wrong`` are runs of own rows over the bound,
+    None where these are not known; ``clues`` what they have in common; ``sketches`` what stands in them; ``miscounts``
+    rows that experts computed and choices, where these are not as many. ``marks`` are what the reference has in all
+    rows.
     """
 
     probe: str

@@ -10,43 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from spcheck.forward_rows import ForwardRow, Rows
 from spcheck.merge import ProbeResult
-from spcheck.phases import Phase
 from spcheck.plan import NO_ADAPTER, Plan
 
 _FEW = 2  # rows that must be on either side of a threshold
 _MOST_TOLD = 2  # features that fit equally
 _MOST_EXPERTS = 2
-
-
-@dataclass(frozen=True)
-class ForwardRow:
-    """One compared row of a forward; ``own`` is its place among those of ``rank``, ``index`` in the packed batch."""
-
-    dp: int
-    request: int
-    position: int
-    index: int
-    rank: int
-    own: int
-    verified: bool = False
-    decodes: bool = False
-    is_first: bool = False
-    is_last: bool = False
-    experts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a probe in a forward, and which of them are wrong."""
-
-    every: tuple[ForwardRow, ...]
-    wrong: frozenset[ForwardRow]
-
-    @property
-    def right(self) -> list[ForwardRow]:
-        """The others."""
-        return [row for row in self.every if row not in self.wrong]
 
 
 @dataclass(frozen=True)
@@ -56,63 +26,6 @@ class Feature:
     kind: str
     text: str
     rows: frozenset[ForwardRow] = field(repr=False)
-
-
-def rows_of(plan: Plan, result: ProbeResult) -> Rows | None:
-    """All rows of a result's forward; None where it is not known which are wrong."""
-    if any(runs is None for runs in result.wrong.values()) or not result.wrong:
-        return None
-    chosen = {mark["rank"]: mark["experts"] for mark in result.marks if "experts" in mark and _is_of(mark, result)}
-    every = tuple(row for dp in range(plan.case.dp) for row in _rows(plan, result, dp, chosen))
-    over = {(rank, row) for rank, runs in result.wrong.items() for a, b in runs or () for row in range(a, b + 1)}
-    wrong = frozenset(row for row in every if (row.rank, row.own) in over)
-    return Rows(every, wrong) if len(wrong) == result.rows_over and len(every) == result.rows else None
-
-
-def _is_of(mark: dict[str, object], result: ProbeResult) -> bool:
-    return (mark["probe"], mark["phase"], mark["call"]) == (result.probe, result.phase, result.call)
-
-
-def _rows(plan: Plan, result: ProbeResult, dp: int, chosen: dict[int, list[list[int]]]) -> Iterator[ForwardRow]:
-    phase = plan.cache_phase(result.probe, dp) if result.phase == "cache" else plan.phase(result.phase, result.call, dp)
-    if phase is None:
-        return
-    unit = {"token": "sample", "logits": "sample", "accepted": "request"}.get(result.kind, "row")
-    shards = _shards(plan, phase, unit, dp)
-    verified, decoding = _drafted(phase), _decoding(plan, phase, dp)
-    starts = dict(zip(phase.requests, phase.starts, strict=True))
-    lasts = dict(phase.last_rows)
-    for index, (request, position) in enumerate(phase.units(unit)):
-        rank, own = shards[index]
-        experts = chosen.get(rank, [])
-        yield ForwardRow(
-            dp, request, position, index, rank, own,
-            verified=(request, position) in verified,
-            decodes=request in decoding,
-            is_first=position == starts[request],
-            is_last=position == lasts[request],
-            experts=tuple(experts[own]) if own < len(experts) else (),
-        )  # fmt: skip
-
-
-def _shards(plan: Plan, phase: Phase, unit: str, dp: int) -> list[tuple[int, int]]:
-    """The rank that compares each row, and the row's place there."""
-    tp = plan.case.tp
-    if unit != "row":
-        return [(dp * tp, own) for own in range(len(phase.units(unit)))]
-    return [(dp * tp + rank, own) for rank in range(tp) for own in range(len(phase.owned(rank, tp)))]
-
-
-def _drafted(phase: Phase) -> set[tuple[int, int]]:
-    """Rows of drafted tokens that are verified."""
-    drafts = phase.drafts or (0,) * len(phase.requests)
-    ends = zip(phase.last_rows, drafts, strict=True)
-    return {(request, last - back) for (request, last), n in ends for back in range(n)}
-
-
-def _decoding(plan: Plan, phase: Phase, dp: int) -> set[int]:
-    """Requests that held tokens before this forward."""
-    return {request for request, start in zip(phase.requests, phase.starts, strict=True) if start > 0}
 
 
 def separation(plan: Plan, result: ProbeResult, rows: Rows, *, thresholds: bool) -> str | None:
@@ -149,10 +62,10 @@ def _owners(plan: Plan, rows: Rows) -> Iterator[Feature]:
     """Whose a row is: a data-parallel rank, a request, an adapter."""
     several = plan.case.dp > 1
     for dp in range(plan.case.dp):
-        yield Feature("dp", f"on DP rank {dp}, on all its rows", _holding(rows, lambda row, dp=dp: row.dp == dp))
+        yield Feature("dp", f"on DP rank {dp}, on all its rows", frozenset(row for row in rows.every if row.dp == dp))
     for dp, request in sorted({(row.dp, row.request) for row in rows.every}):
         name = f"request {request}{f' of DP rank {dp}' if several else ''}"
-        mine = _holding(rows, lambda row, key=(dp, request): (row.dp, row.request) == key)
+        mine = frozenset(row for row in rows.every if (row.dp, row.request) == (dp, request))
         yield Feature("request", f"{name}, on all its rows", mine)
     if plan.case.lora_adapters:
         yield from _adapters(plan, rows)
@@ -167,7 +80,8 @@ def _adapters(plan: Plan, rows: Rows) -> Iterator[Feature]:
     yield Feature("adapter", "rows with an adapter", _holding(rows, lambda row: adapter(row) != NO_ADAPTER))
     yield Feature("adapter", "rows without an adapter", _holding(rows, lambda row: adapter(row) == NO_ADAPTER))
     for number in range(plan.case.lora_adapters):
-        yield Feature("adapter", f"rows with adapter {number}", _holding(rows, lambda row, n=number: adapter(row) == n))
+        having = frozenset(row for row in rows.every if adapter(row) == number)
+        yield Feature("adapter", f"rows with adapter {number}", having)
 
 
 def _places(plan: Plan, rows: Rows) -> Iterator[Feature]:
@@ -196,7 +110,7 @@ def _borders(plan: Plan, rows: Rows) -> Iterator[Feature]:
         return
     ends = {rank: max(row.own for row in rows.every if row.rank == rank) for rank in ranks}
     for rank in ranks:
-        mine = _holding(rows, lambda row, rank=rank: row.rank == rank)
+        mine = frozenset(row for row in rows.every if row.rank == rank)
         yield Feature("rank", f"on rank {rank}, on all rows of its shard", mine)
         if rank + 1 in ranks and (rank + 1) % plan.case.tp:
             yield Feature("border", f"the last row of rank {rank}'s shard", _holding(rows, _is_at(rank, ends[rank])))
@@ -217,7 +131,7 @@ def _experts(rows: Rows, *, beside_choice: bool) -> Iterator[Feature]:
     if len(rows.wrong) < _FEW and not beside_choice:
         return
     by_expert = {
-        expert: _holding(rows, lambda row, expert=expert: expert in row.experts)
+        expert: frozenset(row for row in rows.every if expert in row.experts)
         for expert in sorted({expert for row in rows.every for expert in row.experts})
     }
     bad = [expert for expert, chose in by_expert.items() if chose <= rows.wrong]

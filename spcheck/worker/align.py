@@ -33,9 +33,10 @@ class Aligned:
     """The complete values of one forward on the rank that owns them.
 
     ``values[probe]`` is [owned real rows, ...]; ``choices[probe]`` are the ids of all real rows of the data-parallel
-    rank; ``replica_faults[probe]`` is (rank, packed row, source) of the first replica that differs from that of its first
-    rank (seen only there), ``source`` another row whose value it holds, or None; ``order`` is the order in which probes
-    fired here. ``miscounts[probe]`` is (rows, choices) where this rank's experts computed other rows than their choices.
+    rank; ``replica_faults[probe]`` is (rank, packed row, source) of the first replica that differs from that of its
+    first rank (seen only there), ``source`` another row whose value it holds, or None; ``order`` is the order in which
+    probes fired here. ``miscounts[probe]`` is (rows, choices) where this rank's experts computed another number of rows
+    than their choices say.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)

@@ -80,8 +80,8 @@ class Comparer:
         """Probe -> what was measured, and where."""
         found = {p: self._chosen(p, expected, actual) for p in probes if self._tap(p).choice}
         pairs = {p: self._pair(p, expected, actual) for p in probes if p not in found}
-        for (probe, pair), difference in zip(pairs.items(), measure_all(list(pairs.values())), strict=True):
-            found[probe] = self._after_snap(probe, difference, pair)
+        for (probe, compared), difference in zip(pairs.items(), measure_all(list(pairs.values())), strict=True):
+            found[probe] = self._after_snap(probe, difference, compared)
         rows = {unit: owned_rows(unit, phase, self._place) for unit in {self._tap(probe).unit for probe in found}}
         wrong = [probe for probe in probes if found[probe][0].rows_over][:LOOKED_AT]
         clues: dict[str, Row] = {}

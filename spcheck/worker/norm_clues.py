@@ -39,7 +39,7 @@ def other_eps(probe: str, gap: Tensor, others: Mapping[str, Tensor], config: Mod
 
 
 def _normed(probe: str, others: Mapping[str, Tensor], config: ModelConfig) -> tuple[Tensor, Tensor, int] | None:
-    """The input [rows, width] over its deviation, its variance [rows], and the first channel of the probe to look at."""
+    """The input [rows, width] over its deviation, its variance [rows], and the probe's first channel to look at."""
     if probe.endswith(_INDEX_KEY):
         x = others.get(probe.removesuffix("k_rope.out") + "k_norm.in")
         first = config.qk_rope_head_dim

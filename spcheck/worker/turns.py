@@ -17,7 +17,7 @@ _ANGLE = 1e-6
 
 
 def turned(probe: str, e: Tensor, a: Tensor, at: Sequence[Row], config: ModelConfig) -> list[Any] | None:
-    """``["by", d]``: every row as d positions further; ``["at"]``: as at others; ``["pairs"]``: other channels together.
+    """``["by", d]``: every row as d positions further; ``["at"]``: as at others; ``["pairs"]``: in other pairs.
 
     Of rotary outputs [rows, heads * width], in whose heads the first ``qk_rope_head_dim`` channels are turned: in
     neighbouring pairs in attention, channel i with i + half of them in the indexer. The first pair is turned by one
