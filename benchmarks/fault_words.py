@@ -47,6 +47,9 @@ KINDS = {
 }
 """Kinds of guesses, and the words by which one is known."""
 
+_HINTED = ("value", "choice", "token")
+_FACTS = ("largest at", "expected [", "shape [", "the run goes on", "a rounding difference", "the reference ")
+
 
 @cache
 def causes() -> dict[str, dict[str, Any]]:
@@ -55,43 +58,39 @@ def causes() -> dict[str, dict[str, Any]]:
     return known
 
 
-def guesses(text: Sequence[str]) -> list[str]:
-    """The hints in a report's findings: what stands behind the size of a difference."""
-    found = []
-    for sentence in text:
-        kind, _, message = sentence.partition("  ")
-        if kind in ("value", "choice", "token"):
-            message = re.sub(r" \(\d+ later probes differ too\)", "", message)
-            found += [part for part in message.split("; ")[1:] if not _is_fact(part)]
-    return found
+def guesses(sentence: str) -> list[str]:
+    """The hints in a finding: what stands behind the size of a difference, and is no plain fact."""
+    return [part for part in _parts(sentence) if not part.startswith(_FACTS)]
 
 
-def _is_fact(part: str) -> bool:
-    return part.startswith(
-        ("largest at", "expected [", "shape [", "the run goes on", "a rounding difference", "the reference ")
-    )
+def _parts(sentence: str) -> list[str]:
+    kind, _, message = sentence.partition("  ")
+    if kind not in _HINTED:
+        return []
+    return re.sub(r" \(\d+ later probes differ too\)", "", message).split("; ")[1:]
 
 
 def judged(cause: Mapping[str, Any], text: Sequence[str]) -> tuple[str, list[str]]:
     """``names``, ``silent`` or ``misleads``, and the guesses that are not true of the cause."""
-    wrong = [guess for guess in guesses(text) if not _is_true(guess, cause)]
-    named = any(_names(cause, words, start) for sentence in text for words, start in _telling(sentence))
-    return "misleads" if wrong else "names" if named else "silent", wrong
+    wrong = [guess for sentence in text for guess in guesses(sentence) if not _is_true(cause, guess, sentence)]
+    return "misleads" if wrong else "names" if any(_names(cause, x) for x in text) else "silent", wrong
 
 
-def _telling(sentence: str) -> list[tuple[str, int]]:
-    """What may name a cause, and where its own words begin: behind the name of a probe stand its guesses."""
-    kind, _, message = sentence.partition("  ")
-    if kind not in ("value", "choice", "token"):
-        return [(message, 0)]
-    probe = message.partition(": ")[0]
-    return [(f"{probe} {guess}", len(probe)) for guess in guesses([sentence])]
-
-
-def _names(cause: Mapping[str, Any], words: str, start: int) -> bool:
-    return any(match.end() > start for match in re.finditer(cause["names"], words, re.IGNORECASE))
-
-
-def _is_true(guess: str, cause: Mapping[str, Any]) -> bool:
+def _is_true(cause: Mapping[str, Any], guess: str, sentence: str) -> bool:
     kinds = [kind for kind, words in KINDS.items() if re.search(words, guess)]
-    return _names(cause, guess, 0) or any(kind in cause["allows"] for kind in kinds)
+    return _says(cause, guess, sentence) or any(kind in cause["allows"] for kind in kinds)
+
+
+def _names(cause: Mapping[str, Any], sentence: str) -> bool:
+    """Whether a finding holds the words: one of a value in its hints, any other anywhere."""
+    kind, _, message = sentence.partition("  ")
+    if kind not in _HINTED:
+        return re.search(cause["names"], message, re.IGNORECASE) is not None
+    return any(_says(cause, part, sentence) for part in _parts(sentence) if not part.startswith("largest at"))
+
+
+def _says(cause: Mapping[str, Any], part: str, sentence: str) -> bool:
+    """Whether a hint holds the words; they may begin in the name of the probe before it, and not end there."""
+    probe = sentence.partition("  ")[2].partition(": ")[0]
+    found = re.finditer(cause["names"], f"{probe} {part}", re.IGNORECASE)
+    return any(match.end() > len(probe) for match in found)

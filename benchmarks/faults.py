@@ -3,9 +3,10 @@
 python -m benchmarks.faults FOLDER [--only a0,b1] [--no-sweep] [--jobs N] [--json FILE]
 python -m benchmarks.faults --smoke
 
-FOLDER holds an ``index.json``, a list of ``{"name", "diff", "command", "expected"}``, and the diffs. Of each fault the
-default case is run, then (unless --no-sweep) the cases of the covering arrays until one sees it, then its own command.
-A fault whose expected outcome is EQUAL must stay EQUAL in the default case and in its command.
+FOLDER holds an ``index.json``, a list of ``{"name", "diff", "command", "expected"}``, and the diffs; a ``cause`` may
+stand there as well (:mod:`benchmarks.fault_words`). Of each fault the default case is run, then (unless --no-sweep) the
+cases of the covering arrays until one sees it, then its own command. A fault whose expected outcome is EQUAL must stay
+EQUAL in all of them.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def tell(entry: Mapping[str, Any], folder: Path, *, sweeps: bool, seconds: float
             return Told(entry["name"], entry["expected"], "nothing", "DOES NOT APPLY")
         runner = Runner(tree, seconds)
         try:
-            return _judged(_seen(entry, tree, runner, sweeps=sweeps))
+            return _judged(_seen(entry, tree, runner, sweeps=sweeps), entry.get("cause") or causes().get(entry["name"]))
         finally:
             runner.close()
 
@@ -175,8 +176,7 @@ def _made(name: str, tree: Path) -> Path:
     return folder
 
 
-def _judged(told: Told) -> Told:
-    cause = causes().get(told.name)
+def _judged(told: Told, cause: Mapping[str, Any] | None) -> Told:
     if cause is not None and told.seen_by != "nothing":
         told.hint, told.wrong = judged(cause, told.text)
     return told
@@ -222,7 +222,8 @@ def smoke_folder(folder: Path) -> None:
         head = f"--- a/{name}\n+++ b/{name}\n@@ -{number + 1} +{number + 1} @@\n"
         (folder / f"{fault}.diff").write_text(f"{head}-{line}\n+{line.replace(old, new)}\n", encoding="utf-8")
         expected = "EQUAL" if fault == "harmless" else "DIVERGED"
-        index.append({"name": fault, "diff": f"{fault}.diff", "command": DEFAULT, "expected": expected})
+        cause = {"names": "2 x the reference", "allows": []}
+        index.append({"name": fault, "diff": f"{fault}.diff", "command": DEFAULT, "expected": expected, "cause": cause})
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 

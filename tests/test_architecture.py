@@ -31,6 +31,10 @@ LAYERS = [
     {
         "spcheck.contracts",
         "spcheck.diagnose",
+        "spcheck.clues",
+        "spcheck.forward_rows",
+        "spcheck.matching",
+        "spcheck.separation",
         "spcheck.notes",
         "spcheck.sentences",
         "spcheck.worker",
