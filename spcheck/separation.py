@@ -87,6 +87,9 @@ def _adapters(plan: Plan, rows: Rows) -> Iterator[Feature]:
 def _places(plan: Plan, rows: Rows) -> Iterator[Feature]:
     """What a row is in its request."""
     yield Feature("position", "rows at position 0", _holding(rows, lambda row: row.position == 0))
+    for dp in range(plan.case.dp) if plan.case.dp > 1 else ():
+        first = frozenset(row for row in rows.every if row.dp == dp and row.position == 0)
+        yield Feature("position", f"rows at position 0 of DP rank {dp}", first)
     last = plan.config.max_position_embeddings - 1
     yield Feature("position", "rows at the model's last position", _holding(rows, lambda row: row.position == last))
     several = len({(row.dp, row.request) for row in rows.every}) > 1
