@@ -1,47 +1,92 @@
-"""Why a probe may be wrong, where its numbers tell. Every hint is a guess and ends with a question mark."""
+"""Why a probe may be wrong, where its numbers tell. Every guess at a cause ends with a question mark. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
+from spcheck.clues import clue_texts
+from spcheck.forward_rows import rows_of
 from spcheck.guard import ROUTED
+from spcheck.matching import whose_values
 from spcheck.merge import ProbeResult
-from spcheck.phases import Phase
-from spcheck.subject import STEERING
+from spcheck.plan import Plan
+from spcheck.separation import separation
+
+_CLOSE = 1e-3
+_ZERO = 1e-9
+_ROUGH = 0.05  # a factor that is further from 1 is told with three digits
 
 
-def hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int = 1) -> list[str]:
-    """Guesses at the cause, the most telling first."""
-    return list(_hints(result, tp, phase, dp))
+def hints(result: ProbeResult, plan: Plan) -> list[str]:
+    """What is known of the wrong rows, and guesses at the cause, the most telling first."""
+    return list(_hints(result, plan))
 
 
-def _hints(result: ProbeResult, tp: int, phase: Phase | None, dp: int) -> Iterator[str]:
+def _hints(result: ProbeResult, plan: Plan) -> Iterator[str]:
     if result.note:
         yield result.note
     if result.replica is not None:
-        rank = result.replica["rank"]
-        yield f"the replicas on rank {rank - rank % tp} and rank {rank} differ"
-    if result.ratio is not None and tp * dp > 1:
-        yield f"{result.ratio:.3g} x the reference: {_scaling(result.ratio, [tp, dp, tp * dp])}?"
-    if result.max_rel == math.inf and not result.note:
+        yield _replicas(result, plan)
+    yield from _miscounts(result)
+    if result.ratio is not None and abs(result.ratio) > _ZERO:
+        yield f"{_number(result.ratio)} x the reference: {_scaling(result.ratio, plan)}?"
+    clues = clue_texts(plan, result) if not result.miscounts else []
+    yield from clues
+    if result.max_rel == math.inf and not result.note and not clues and not result.miscounts:
         yield _why_infinite(result)
-    if len(result.ranks_over) == 1 and tp > 1 and result.rows > result.rows_over > 1:
-        yield f"only on rank {result.ranks_over[0]}"
-    per_row = result.kind not in ("logits", *STEERING)  # else there is one of each request's last row
-    if phase is not None and per_row and result.rows_over == 1 and result.first is not None and phase.real > 1:
-        request, position = phase.row(phase.real - 1)
-        if (result.first["request"], result.first["position"]) == (request, position):
-            yield "only the last row: trimming or padding?"
+    if result.choices is not None and result.choices.flip_margin == 0.0 and not clues:
+        yield "equal scores chosen in another order: the order of ties?"
+    yield from _by_row(result, plan, clues)
 
 
-def _scaling(ratio: float, groups: list[int]) -> str:
-    """``groups`` are the sizes of groups over which sums are taken."""
-    for size in (size for size in groups if size > 1):
-        if abs(ratio - size) < 0.05 * size:
+def _by_row(result: ProbeResult, plan: Plan, clues: list[str]) -> Iterator[str]:
+    """Whose values stand in the wrong rows, and what tells these from the right ones."""
+    rows = rows_of(plan, result)
+    if rows is None:
+        return
+    whose = whose_values(plan, result, rows) if not any("zero" in clue for clue in clues) else None
+    if whose:
+        yield whose
+    said = bool(clues or whose or result.ratio is not None or result.miscounts)
+    if separated := separation(plan, result, rows, thresholds=not said):
+        yield separated
+
+
+def _replicas(result: ProbeResult, plan: Plan) -> str:
+    replica = result.replica or {}
+    rank, tp = replica["rank"], plan.case.tp
+    told = f"the replicas on rank {rank - rank % tp} and rank {rank} differ"
+    if "source" not in replica:
+        return told
+    request, position = replica["source"]
+    return f"{told}: rank {rank} holds the value of request {request} token {position}"
+
+
+def _miscounts(result: ProbeResult) -> Iterator[str]:
+    for rank, (rows, choices) in sorted(result.miscounts.items()):
+        less = "too few" if rows < choices else "more than the tokens' choices"
+        yield f"rank {rank}'s experts computed {rows} rows for {choices} choices, {less}"
+        return
+
+
+def _number(ratio: float) -> str:
+    return f"{ratio:.3g}" if abs(ratio - 1) > _ROUGH else f"{ratio:.10g}"
+
+
+def _scaling(ratio: float, plan: Plan) -> str:
+    """What the factor may be: sums over groups of ranks, or a number of the config."""
+    tp, dp = plan.case.tp, plan.case.dp
+    for size in (size for size in (tp, dp, tp * dp) if size > 1):
+        if math.isclose(ratio, size, rel_tol=_CLOSE):
             return f"summed {size} times"
-        if abs(ratio - 1 / size) < 0.05 / size:
+        if math.isclose(ratio, 1 / size, rel_tol=_CLOSE):
             return f"not summed over the {size} ranks"
+    if math.isclose(ratio, 2, rel_tol=_CLOSE):
+        return "summed 2 times"
+    routed = plan.config.routed_scaling_factor
+    if routed != 1 and (math.isclose(ratio, routed, rel_tol=_CLOSE) or math.isclose(ratio * routed, 1, rel_tol=_CLOSE)):
+        return "routed_scaling_factor"
     return "scaled"
 
 
@@ -49,8 +94,8 @@ def _why_infinite(result: ProbeResult) -> str:
     worst = result.worst or {}
     if result.probe.endswith(ROUTED):
         return "a (token, expert) pair that no rank computed, or a rank with other experts: expert placement?"
-    if -math.inf in (worst.get("expected"), worst.get("actual")):
+    if result.kind in ("scores", "logits", "keys") and -math.inf in (worst.get("expected"), worst.get("actual")):
         return "allowed on one side and forbidden on the other: a mask?"
     if result.reference_nan:
         return "not a number in the reference either: look at the weights"
-    return "not finite, or something where the reference is zero: a padded row that leaks?"
+    return "not finite, or something where the reference is zero"

@@ -54,7 +54,8 @@ class Failure:
     def shown(self) -> list[RankState]:
         """Ranks whose stacks tell something: the first, and where ranks part one for each different call."""
         calls = self.divergence.calls if self.divergence else {}
-        by_call = {call_text(calls[s.rank]) if s.rank in calls else "": s for s in reversed(self.ranks) if s.stack}
+        texts = call_texts(calls)
+        by_call = {texts.get(s.rank, ""): s for s in reversed(self.ranks) if s.stack}
         first = [state for state in self.ranks if state.rank == self.first and state.stack]
         others = [s for s in reversed(by_call.values()) if calls and s.rank != self.first]
         return (first + others)[:2]
@@ -104,11 +105,24 @@ def failure_sentence(reports: Sequence[Report]) -> str | None:
 def divergence_sentence(divergence: Divergence) -> str:
     """``the ranks part at collective 12 of the run: rank 0 calls ..., rank 1 calls ...``; equal calls are told once."""
     ranks: dict[str, list[int]] = {}
-    for rank, call in divergence.calls.items():
-        ranks.setdefault(call_text(call), []).append(rank)
+    for rank, text in call_texts(divergence.calls).items():
+        ranks.setdefault(text, []).append(rank)
     parts = [f"{_ranks(group, 'calls')} {text}" for text, group in ranks.items()]
     which = "that joins data-parallel ranks" if divergence.across else "of the run"
     return f"the ranks part at collective {divergence.number + 1} {which}: {'; '.join(parts)}"
+
+
+def call_texts(calls: Mapping[int, Mapping[str, Any] | None]) -> dict[int, str]:
+    """Rank -> its call in words; calls that are alike but for the step that they belong to are told with it."""
+    texts = {rank: call_text(call) for rank, call in calls.items()}
+    steps: dict[str, set[tuple[str, str]]] = {}
+    for rank, call in calls.items():
+        if call is not None:
+            steps.setdefault(texts[rank], set()).add((call["subject"], call["step"]))
+    return {
+        rank: f"{text}, {call['subject'] or 'spcheck'}, {call['step']}" if call and len(steps[text]) > 1 else text
+        for (rank, text), call in zip(texts.items(), calls.values(), strict=True)
+    }
 
 
 def call_text(call: Mapping[str, Any] | None) -> str:

@@ -19,6 +19,7 @@ from spcheck.sentences import label, near_tie, place, sentence
 from spcheck.subject import CHOICES, STEERING
 
 _GOES_ON = "; the run goes on with the reference's"
+_SIDES = ("reference", "candidate")
 
 
 def value_findings(
@@ -107,16 +108,33 @@ def degenerate_findings(degenerate: Sequence[Degenerate]) -> list[Finding]:
 
 
 def pairing_findings(plan: Plan, results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> list[Finding]:
-    """Probes that one side alone has, and those that never fired."""
-    findings = []
+    """Forwards whose probes one side alone has, and probes that never fired."""
+    by_forward: dict[tuple[str, int, str], list[ProbeResult]] = {}
     for r in results:
         if r.unpaired:
-            message = f"{label(r, plan)} was seen in the {r.unpaired} only"
-            findings.append(Finding("unpaired", "DIVERGED", message, at_place(r, None)))
+            by_forward.setdefault((r.phase, r.call, r.unpaired), []).append(r)
+    ran = {(r.phase, r.call) for r in results if r.rows}
+    ran |= {
+        (kind, call) for kind, call, _ in by_forward if {(kind, call, side) for side in _SIDES} <= by_forward.keys()
+    }
+    findings = [_unpaired(plan, alone, ran) for alone in by_forward.values()]
     silent = {(name, probe) for r in reports for name, side in plan.sides for probe in _silent(plan, side, r)}
     for side, probe in sorted(silent):
         findings.append(Finding("silent", "DIVERGED", f"{probe}: declared by the {side}, and never fired"))
     return findings
+
+
+def _unpaired(plan: Plan, alone: Sequence[ProbeResult], ran: set[tuple[str, int]]) -> Finding:
+    """One finding for the probes of a forward that one side alone has; ``ran`` are forwards that both have."""
+    first = alone[0]
+    if (first.phase, first.call) in ran or first.phase == "cache":
+        more = f", and {len(alone) - 1} more probes of this forward" if len(alone) > 1 else ""
+        message = f"{label(first, plan)} was seen in the {first.unpaired} only{more}"
+    else:
+        other = "candidate" if first.unpaired == "reference" else "reference"
+        probes = f"{len(alone)} probe{'s' if len(alone) > 1 else ''}"
+        message = f"{plan.forward_name(first.phase, first.call)} did not run in the {other}: {probes} unpaired"
+    return Finding("unpaired", "DIVERGED", message, at_place(first, None))
 
 
 def _silent(plan: Plan, side: SidePlan, report: RankReport) -> list[str]:

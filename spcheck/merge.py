@@ -37,7 +37,11 @@ class ProbeResult:
 
     ``worst`` and ``first`` say where: DP rank, request, position, rank, and ``worst`` the own row and channel.
     ``ranks_over`` are the ranks with a row over the bound. ``histogram`` counts the unequal rows by the binary exponent
-    of their error: x holds those from 2**(x - 1) to below 2**x, 1024 the infinite ones too.
+    of their error: x holds those from 2**(x - 1) to below 2**x, 1024 the infinite ones too. ``ratio`` is a factor that
+    explains the rows of all ranks. By rank, of those that sent them: ``wrong`` are runs of own rows over the bound,
+    None where these are not known; ``clues`` what they have in common; ``sketches`` what stands in them; ``miscounts``
+    rows that experts computed and choices, where these are not as many. ``marks`` are what the reference has in all
+    rows.
     """
 
     probe: str
@@ -53,6 +57,11 @@ class ProbeResult:
     worst: dict[str, Any] | None = None
     first: dict[str, Any] | None = None
     ranks_over: list[int] = field(default_factory=list)
+    wrong: dict[int, list[list[int]] | None] = field(default_factory=dict)
+    clues: dict[int, dict[str, Any]] = field(default_factory=dict)
+    sketches: dict[int, list[list[float]]] = field(default_factory=dict)
+    miscounts: dict[int, list[int]] = field(default_factory=dict)
+    marks: list[dict[str, Any]] = field(default_factory=list)
     ratio: float | None = None
     note: str = ""
     reference_nan: bool = False
@@ -104,7 +113,15 @@ def merge_probes(reports: Sequence[RankReport]) -> list[ProbeResult]:
             key = row["probe"], row["phase"], row["call"]
             result = results.setdefault(key, ProbeResult(row["probe"], row["phase"], row["call"], row["kind"]))
             _add(result, row, report["rank"])
+    _add_marks(list(results.values()), reports)
     return list(results.values())
+
+
+def _add_marks(results: Sequence[ProbeResult], reports: Sequence[RankReport]) -> None:
+    """The first probe that is wrong gets all of them."""
+    first = next((result for result in results if result.rows_over), None)
+    if first is not None:
+        first.marks = [{**mark, "rank": report["rank"]} for report in reports for mark in report.get("marks", ())]
 
 
 def _add(result: ProbeResult, row: dict[str, Any], rank: int) -> None:
@@ -115,6 +132,9 @@ def _add(result: ProbeResult, row: dict[str, Any], rank: int) -> None:
     for name in ("straddle", "flip"):
         places = [place for place in (getattr(result, name), row.get(name)) if place]
         setattr(result, name, min(({"rank": rank, **place} for place in places), key=_place, default=None))
+    for name in ("clues", "sketches", "miscount"):
+        if name in row:
+            getattr(result, "miscounts" if name == "miscount" else name)[rank] = row[name]
     if "choices" in row:
         result.choices = _added(result.choices or ChoiceCounts(), row["choices"])
     if "difference" in row:
@@ -142,11 +162,19 @@ def _add_difference(result: ProbeResult, row: dict[str, Any], rank: int) -> None
             "actual": d["worst_actual"],
         }
     if d["rows_over"]:
+        result.ratio = _common(result.ratio, d["ratio"]) if result.ranks_over else d["ratio"]
         result.ranks_over = sorted({*result.ranks_over, rank})
-        result.ratio = d["ratio"]
+        result.wrong[rank] = d.get("wrong")
         first = {**row.get("first", _NOWHERE), "rank": rank}
         if result.first is None or _place(first) < _place(result.first):
             result.first, result.note = first, d["note"] or result.note
+
+
+def _common(factor: float | None, other: float | None) -> float | None:
+    """One factor for both, or None."""
+    if factor is None or other is None or not math.isclose(factor - 1, other - 1, rel_tol=1e-3):
+        return None
+    return factor
 
 
 def _added(counts: ChoiceCounts, c: dict[str, Any]) -> ChoiceCounts:

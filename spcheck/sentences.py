@@ -12,9 +12,7 @@ from spcheck.subject import CHOICES
 
 def sentence(result: ProbeResult, plan: Plan) -> str:
     """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
-    dp_rank = (result.first or {}).get("dp") or 0
-    phase = plan.phase(result.phase, result.call, dp_rank)
-    why = "; ".join(hints(result, plan.case.tp, phase, plan.case.dp))
+    why = "; ".join(hints(result, plan))
     return f"{label(result, plan)}: {_size(result, plan)}{f'; {why}' if why else ''}"
 
 

@@ -39,6 +39,10 @@ LAYERS = [
     {
         "spcheck.contracts",
         "spcheck.diagnose",
+        "spcheck.clues",
+        "spcheck.forward_rows",
+        "spcheck.matching",
+        "spcheck.separation",
         "spcheck.notes",
         "spcheck.rounding",
         "spcheck.sentences",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from spcheck.contracts.divergence import Divergence
-from spcheck.failure import Failure, RankState, call_text
+from spcheck.failure import Failure, RankState, call_text, call_texts
 
 _STACK_LINES = 15
 # Frames that say nothing to the author of a subject: three between any two modules, those below its collective, and
@@ -36,8 +36,8 @@ def _divergence(divergence: Divergence) -> Iterable[str]:
     yield f"{'collective':<12}{'what each rank calls'}"
     if divergence.before is not None:
         yield f"{f'{divergence.number}, all':<12}{call_text(divergence.before)}"
-    for rank, call in divergence.calls.items():
-        yield f"{f'{divergence.number + 1}, rank {rank}':<12}{call_text(call)}"
+    for rank, text in call_texts(divergence.calls).items():
+        yield f"{f'{divergence.number + 1}, rank {rank}':<12}{text}"
 
 
 def _rank(state: RankState) -> Iterable[str]:

@@ -20,7 +20,9 @@ from spcheck.place import Place
 from spcheck.subject import Tap
 from spcheck.worker.capture import Piece
 from spcheck.worker.digests import fingerprint, row_digests
-from spcheck.worker.routed import Dispatch, by_token, joined
+from spcheck.worker.routed import Dispatch, by_token, joined, miscount
+
+ReplicaFault = tuple[int, int, int | None]
 
 _REPLICAS = "#replicas"
 _CHOICES = "#choices"
@@ -31,14 +33,17 @@ class Aligned:
     """The complete values of one forward on the rank that owns them.
 
     ``values[probe]`` is [owned real rows, ...]; ``choices[probe]`` are the ids of all real rows of the data-parallel
-    rank; ``replica_faults[probe]`` is (rank, packed row) of the first replica that differs from that of its first rank
-    (seen only there); ``order`` is the order in which probes fired here.
+    rank; ``replica_faults[probe]`` is (rank, packed row, source) of the first replica that differs from that of its
+    first rank (seen only there), ``source`` another row whose value it holds, or None; ``order`` is the order in which
+    probes fired here. ``miscounts[probe]`` is (rows, choices) where this rank's experts computed another number of rows
+    than their choices say.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     choices: dict[str, Tensor] = field(default_factory=dict)
-    replica_faults: dict[str, tuple[int, int]] = field(default_factory=dict)
+    replica_faults: dict[str, ReplicaFault] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
+    miscounts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def align(pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, dispatch: Dispatch) -> Aligned:
@@ -65,7 +70,7 @@ class _Forward:
         self.dispatch = dispatch
         self.place = dispatch.place
         self.phase = dispatch.phases[self.place.dp_rank]
-        self.local, self.expert_ids = _joined(pieces, taps, dispatch.experts(world.rank))
+        self.local, self.expert_ids, self.miscounts = _joined(pieces, taps, dispatch.experts(world.rank))
 
     def outgoing(self) -> list[dict[str, Tensor]]:
         """One box per rank of the world."""
@@ -95,7 +100,7 @@ class _Forward:
 
     def completed(self, incoming: Sequence[dict[str, Tensor]]) -> Aligned:
         """The values of the rows that this rank owns."""
-        aligned = Aligned(order=list(self.local))
+        aligned = Aligned(order=list(self.local), miscounts=self.miscounts)
         for probe, value in self.local.items():
             tap = self.taps[probe]
             if tap.routed:
@@ -116,7 +121,7 @@ class _Forward:
             return self.local[probe][: _rows(tap, self.phase)]
         return torch.cat([incoming[rank][f"{probe}{_CHOICES}"] for rank in self.place.peers])
 
-    def replica_faults(self) -> dict[str, tuple[int, int]]:
+    def replica_faults(self) -> dict[str, ReplicaFault]:
         """Which replicas differ and where, on a data-parallel rank's first rank: a fingerprint per row and probe."""
         first, peers = self.place.peers.start, self.place.peers
         digests = {probe: row_digests(x) for probe, x in self._replicas().items()}
@@ -124,7 +129,7 @@ class _Forward:
         if self.world.rank != first:
             return {}
         found = {probe: _replica_fault([incoming[rank].get(probe) for rank in peers]) for probe in digests}
-        return {probe: (first + fault[0], fault[1]) for probe, fault in found.items() if fault is not None}
+        return {probe: (first + fault[0], *fault[1:]) for probe, fault in found.items() if fault is not None}
 
     def _replicas(self) -> dict[str, Tensor]:
         """The real rows of what every rank must hold alike."""
@@ -138,7 +143,7 @@ class _Forward:
 def align_alone(pieces: Sequence[Piece], taps: Mapping[str, Tap], world: World, dispatch: Dispatch) -> Aligned:
     """The same where the first rank alone ran a data-parallel rank's forward: it hands the rows to their owners."""
     place, phase = dispatch.place, dispatch.phases[dispatch.place.dp_rank]
-    local, _ = _joined(pieces, taps, None)
+    local, *_ = _joined(pieces, taps, None)
     outgoing: list[dict[str, Tensor]] = [{} for _ in range(world.size)]
     for probe, value in local.items():
         for rank in place.peers:
@@ -166,14 +171,17 @@ def _in_pieces(tap: Tap) -> bool:
 
 def _joined(
     pieces: Sequence[Piece], taps: Mapping[str, Tap], experts: range | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Probe -> all its rows, in the order of the first firings; and of routed probes the ids that went to the experts.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, tuple[int, int]]]:
+    """Probe -> all its rows, in the order of the first firings; of routed probes the ids that went to the experts.
+
+    And of these the rows and choices that are not as many.
 
     ``experts`` are those whose rows this rank computes, None for channels of all of them.
     """
     firings: dict[str, list[Tensor]] = {}
     latest: dict[str, Tensor] = {}
     expert_ids: dict[str, Tensor] = {}
+    miscounts: dict[str, tuple[int, int]] = {}
     for probe, group in groupby(pieces, key=lambda piece: piece.probe):
         values = [piece.value for piece in group]
         latest[probe] = values[-1]
@@ -181,12 +189,15 @@ def _joined(
         if tap.routed:
             experts_of = probe.removesuffix(".act_fn.out")
             ids = latest.get(f"{experts_of}.order", latest.get(tap.ids or ""))
-            values = [by_token(torch.cat(values), ids, experts)]
+            rows = torch.cat(values)
+            if (counts := miscount(rows, ids, experts)) is not None:
+                miscounts[probe] = counts
+            values = [by_token(rows, ids, experts)]
             if f"{experts_of}.ids" in latest:
                 expert_ids[probe] = latest[f"{experts_of}.ids"]
         if tap.compared:
             firings.setdefault(probe, []).extend(values)
-    return {probe: _cat(values, taps[probe]) for probe, values in firings.items()}, expert_ids
+    return {probe: _cat(values, taps[probe]) for probe, values in firings.items()}, expert_ids, miscounts
 
 
 def _cat(values: list[Tensor], tap: Tap) -> Tensor:
@@ -218,14 +229,24 @@ def _own_rows(tap: Tap, phase: Phase, place: Place) -> slice:
     return slice(mine.start, mine.stop)
 
 
-def _replica_fault(digests: list[Tensor | None]) -> tuple[int, int] | None:
+def _replica_fault(digests: list[Tensor | None]) -> ReplicaFault | None:
     base = digests[0]
     if base is None:
         return None
     for rank, other in enumerate(digests[1:], start=1):
         if other is None or other.shape != base.shape:
-            return rank, 0
+            return rank, 0, None
         differs = (other != base).nonzero()
         if len(differs):
-            return rank, int(differs[0])
+            row = int(differs[0])
+            return rank, row, _row_that_is(other[row], row, other, base)
+    return None
+
+
+def _row_that_is(digest: Tensor, row: int, *replicas: Tensor) -> int | None:
+    """Another row with this digest, None where there is none."""
+    for digests in replicas:
+        alike = (digests == digest).nonzero().flatten().tolist()
+        if others := [other for other in alike if other != row]:
+            return int(others[0])
     return None

@@ -16,10 +16,11 @@ from spcheck.exact import SHORT_SUM, point_of
 from spcheck.judge import bound_of
 from spcheck.phases import Phase
 from spcheck.subject import Tap
-from spcheck.worker.align import Aligned, owned_rows
+from spcheck.worker.align import Aligned, ReplicaFault, owned_rows
 from spcheck.worker.capture import TapError
 from spcheck.worker.choices import Choices, measure_choices
 from spcheck.worker.expert_rows import GATE_CHOICE, count_experts
+from spcheck.worker.explain import LOOKED_AT, Explainer
 from spcheck.worker.measure import Difference, Pair, measure_all, measure_sets
 from spcheck.worker.replay import is_choice, scores_of
 from spcheck.worker.sameness import Sameness
@@ -48,6 +49,7 @@ class Comparer:
         self._numerics = plan.case.numerics
         self._place = plan.place(world.rank)
         self._taps = _agreed(reference, candidate)
+        self._explain = Explainer(plan, candidate)
         self._report = report
         self._sameness = Sameness(script, self._place)
 
@@ -72,6 +74,7 @@ class Comparer:
             row: Row = {"probe": probe, "phase": phase.kind, "call": phase.call, "kind": tap.family}
             row |= measured.get(probe) or {"unpaired": "reference" if probe in expected.values else "candidate"}
             row |= self._faults(tap, phase, expected.replica_faults.get(probe), actual.replica_faults.get(probe))
+            row |= {"miscount": list(actual.miscounts[probe])} if probe in actual.miscounts else {}
             self._report["probes"].append(row)
             if probe.endswith(GATE_CHOICE) and probe in expected.values:
                 counts = count_experts(expected.values[probe], self._plan)
@@ -85,15 +88,22 @@ class Comparer:
         """Probe -> what was measured, and where."""
         found = {p: self._chosen(p, expected, actual) for p in probes if self._tap(p).choice}
         pairs = {p: self._pair(p, expected, actual) for p in probes if p not in found}
-        for (probe, pair), difference in zip(pairs.items(), measure_all(list(pairs.values())), strict=True):
-            found[probe] = self._after_snap(probe, difference, pair)
+        for (probe, compared), difference in zip(pairs.items(), measure_all(list(pairs.values())), strict=True):
+            found[probe] = self._after_snap(probe, difference, compared)
         rows = {unit: owned_rows(unit, phase, self._place) for unit in {self._tap(probe).unit for probe in found}}
+        wrong = [probe for probe in probes if found[probe][0].rows_over][:LOOKED_AT]
+        clues: dict[str, Row] = {}
+        for probe in wrong:
+            pair, unit = pairs.get(probe), self._tap(probe).unit
+            both = (expected[probe], actual[probe]) if pair is None else (pair.expected, pair.actual)
+            clues[probe] = self._explain(probe, self._tap(probe), *both, found[probe][0], rows[unit], expected)
         return {
             probe: {
                 "difference": vars(d),
                 "bound": pairs[probe].bound if probe in pairs else 0.0,
                 **self._located(d, straddle, more, rows[self._tap(probe).unit]),
                 **more,
+                **clues.get(probe, {}),
             }
             for probe, (d, straddle, more) in found.items()
         }
@@ -148,13 +158,16 @@ class Comparer:
                 out[name] = self._at(*owned[row])
         return out
 
-    def _faults(self, tap: Tap, phase: Phase, expected: tuple[int, int] | None, actual: tuple[int, int] | None) -> Row:
-        """Replicas that differ: on which rank, and the request and position of the first row."""
+    def _faults(self, tap: Tap, phase: Phase, expected: ReplicaFault | None, actual: ReplicaFault | None) -> Row:
+        """Replicas that differ: on which rank, the first row, and the row whose value it holds, if there is one."""
         out: Row = {}
         for name, fault in (("reference_replica", expected), ("replica", actual)):
             if fault is not None:
-                rank, row = fault
-                out[name] = {"rank": rank, **self._at(*phase.units(tap.unit)[row])}
+                rank, row, source = fault
+                units = phase.units(tap.unit)
+                out[name] = {"rank": rank, **self._at(*units[row])}
+                if source is not None:
+                    out[name]["source"] = list(units[source])
         return out
 
     def _at(self, request: int, position: int) -> Row:
@@ -195,8 +208,9 @@ def _score_scale(probe: str, values: Values) -> Tensor | None:
 def _beyond_only(difference: Difference, choices: Choices) -> Difference:
     """Where choices are replayed a flip that the scores' error explains is no difference."""
     if not choices.beyond:
-        return replace(difference, rows_over=0, first_over=None, max_rel=0.0, max_abs=0.0, note="")
-    return replace(difference, rows_over=choices.beyond, first_over=choices.first_beyond)
+        return replace(difference, rows_over=0, wrong=[], first_over=None, max_rel=0.0, max_abs=0.0, note="")
+    # Which rows these are is not told.
+    return replace(difference, rows_over=choices.beyond, first_over=choices.first_beyond, wrong=None)
 
 
 def _agreed(reference: Mapping[str, Tap], candidate: Mapping[str, Tap]) -> dict[str, Tap]:

@@ -40,6 +40,16 @@ def row_digests(x: Tensor) -> Tensor:
     return (_mixed(flat) * _odd_numbers(flat.shape[1]).to(flat.device)).sum(dim=1)
 
 
+def row_sketches(x: Tensor) -> Tensor:
+    """[rows, 3] float64 of [rows, width]: the norm of each row and two random sums with signs.
+
+    Rows that are close have close ones, whatever type they are of; the sums are linear. What is not finite counts as 0.
+    """
+    flat = x.flatten(1).double().nan_to_num(0.0, 0.0, 0.0)
+    signs = (_odd_numbers(2 * flat.shape[1]).view(-1, 2) > 0).to(flat) * 2 - 1
+    return torch.cat([flat.norm(dim=1, keepdim=True), flat @ signs], dim=1)
+
+
 def _mixed(bits: Tensor) -> Tensor:
     """Integers as int64 with their high bits folded into the low ones: in a sum two flipped signs would cancel."""
     wide = bits.long()

@@ -20,13 +20,18 @@ from torch import Tensor
 
 from spcheck.worker.blocks import Floats, Rows, in_blocks, row_maxima, workable
 
+_MOST_RUNS = 256
+_FEW_ELEMENTS = 3  # any factor fits a single one
+_FIT = 1e-3  # of the difference: what a factor may leave unexplained
+
 
 @dataclass(frozen=True)
 class Difference:
     """What :func:`measure` found. Rows are local indices; a row's error is max|a - e| / max|e| over the row.
 
-    ``first_over`` is the first row whose error is over the given bound. ``ratio`` is the least-squares factor
-    of actual over expected on the rows over the bound, where one factor explains them; None otherwise.
+    ``first_over`` is the first row whose error is over the given bound, ``wrong`` are all of them as (first, last) of
+    each run of rows, None where there are too many runs. ``ratio`` is the least-squares factor of actual over expected
+    on these rows, where one factor explains them; None otherwise.
     ``histogram`` holds (x, rows): so many unequal rows have an error from 2**(x - 1) to below 2**x; 1024 takes inf too.
     """
 
@@ -40,6 +45,7 @@ class Difference:
     worst_actual: float | None = None
     first_over: int | None = None
     rows_over: int = 0
+    wrong: list[tuple[int, int]] | None = field(default_factory=list)
     ratio: float | None = None
     note: str = ""
     reference_nan: bool = False
@@ -139,6 +145,7 @@ def _difference(x: _Apart, error: Floats, exponents: Rows) -> Difference:
         worst_actual=got,
         first_over=int(over[0]) if len(over) else None,
         rows_over=len(over),
+        wrong=runs(over.tolist()),
         ratio=_ratio(x.expected, x.actual, over) if len(over) else None,
         reference_nan=largest == math.inf and bool(x.expected.isnan().any()),
         histogram=_histogram(exponents[x.gap > 0]),
@@ -170,6 +177,7 @@ def measure_sets(expected: Tensor, actual: Tensor) -> Difference:
         worst_row=worst,
         first_over=unequal[0],
         rows_over=len(unequal),
+        wrong=runs(unequal),
         note=f"expected {_ids(e[worst])}, got {_ids(a[worst])}",
         histogram=_histogram(_exponents(np.array([distance[row] / sizes[row] for row in unequal]))),
     )
@@ -207,19 +215,38 @@ def _misshapen(expected: Tensor, actual: Tensor) -> Difference:
     )
 
 
+def runs(rows: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Ascending rows as (first, last) of each run; None where there are too many runs to send."""
+    firsts = [row for i, row in enumerate(rows) if i == 0 or rows[i - 1] != row - 1]
+    lasts = [row for i, row in enumerate(rows) if i == len(rows) - 1 or rows[i + 1] != row + 1]
+    return list(zip(firsts, lasts, strict=True)) if len(firsts) <= _MOST_RUNS else None
+
+
 def _ratio(expected: Tensor, actual: Tensor, rows: Rows) -> float | None:
-    """The one factor that explains these rows to within 1%, if there is one and it is not 1."""
-    squares = power = product = 0.0
-    for _, *block in in_blocks(expected, actual, rows):
-        e, a = (x.flatten() for x in block)
+    """The one factor that explains the difference of these rows to within 0.1% of itself, if there is one.
+
+    Of elements that are finite on both sides; None where these are not the same ones, or too few to tell.
+    """
+    power = product = 0.0
+    count = 0
+    for _, e, a in in_blocks(expected, actual, rows):
+        known = e.isfinite()
+        if not torch.equal(known, a.isfinite()):
+            return None
+        e, a = e[known], a[known]
+        count += int(e.count_nonzero())
         power += float(e.dot(e))
-        product += float(e.dot(a))
-        squares += float(a.dot(a))
-    if not math.isfinite(power + squares) or power == 0.0:
+        product += float((a - e).dot(e))
+    if count < _FEW_ELEMENTS or power == 0.0 or not math.isfinite(power + product):
         return None
-    factor = product / power
-    left = squares - factor * product  # of the squares, after the best factor
-    return factor if left < 1e-4 * factor * product and abs(factor - 1) > 0.05 else None
+    excess = product / power
+    left = gap = 0.0
+    for _, e, a in in_blocks(expected, actual, rows):
+        known = e.isfinite()
+        difference = (a - e)[known]
+        left += float((difference - excess * e[known]).square().sum())
+        gap += float(difference.square().sum())
+    return 1 + excess if left <= _FIT**2 * gap else None
 
 
 def _sorted_ids(ids: Tensor, width: int) -> Tensor:

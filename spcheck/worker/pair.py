@@ -20,6 +20,7 @@ from spcheck.worker.align import Aligned, align, align_alone
 from spcheck.worker.built import EnginePool, own_groups, side_taps
 from spcheck.worker.capture import TapError
 from spcheck.worker.compare import Comparer
+from spcheck.worker.marks import marks
 from spcheck.worker.routed import Dispatch
 from spcheck.worker.script import Script
 from spcheck.worker.side import Side
@@ -65,12 +66,14 @@ class _Pair:
         reference_taps = side_taps(self._plan.reference, self._plan)
         compare = Comparer(self._script, self._world, reference_taps, candidate.taps, self._report)
         choices = [wanted.choices for _, wanted in expected]
+        aligned = iter([wanted for _, wanted in expected])
         for phase, actual in self._values(candidate, choices):
-            wanted = expected.pop(0)[1]
+            wanted = next(aligned)
             if phase.probed:
                 compare(phase, wanted, actual)
         candidate.finish()
         compare.finish()
+        self._report["marks"] = marks(self._world, self._plan, expected, reference_taps, self._report["probes"])
         if self._plan.grid is not None:
             mine = self._plan, self._world.rank, self._world.size
             self._report |= {"weight_norms": weight_norms(*mine), "lost_weights": lost_weights(*mine)}

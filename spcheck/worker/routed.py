@@ -134,8 +134,7 @@ def by_token(rows: Tensor, ids: Tensor | None, experts: range | None) -> Tensor:
     if ids is None:
         return rows.new_full((1, rows.shape[1], 1), math.nan)
     flat = ids.flatten()
-    mine = flat >= 0 if experts is None else (flat >= experts.start) & (flat < experts.stop)
-    places = mine.nonzero().flatten()
+    places = _own_pairs(flat, experts).nonzero().flatten()
     places = places[flat[places].argsort(stable=True)]
     out = rows.new_zeros(flat.shape[0], rows.shape[1])
     if len(places) == len(rows):
@@ -143,3 +142,13 @@ def by_token(rows: Tensor, ids: Tensor | None, experts: range | None) -> Tensor:
     else:
         out.fill_(math.nan)
     return out.view(*ids.shape, rows.shape[1]).transpose(1, 2)
+
+
+def miscount(rows: Tensor, ids: Tensor | None, experts: range | None) -> tuple[int, int] | None:
+    """Rows that experts computed and pairs of (token, choice) that are theirs, where these are not as many."""
+    pairs = len(rows) if ids is None else int(_own_pairs(ids.flatten(), experts).sum())
+    return None if pairs == len(rows) else (len(rows), pairs)
+
+
+def _own_pairs(ids: Tensor, experts: range | None) -> Tensor:
+    return ids >= 0 if experts is None else (ids >= experts.start) & (ids < experts.stop)

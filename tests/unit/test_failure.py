@@ -7,6 +7,7 @@ from spcheck.contracts.divergence import find_divergence
 from spcheck.failure import divergence_sentence, explain, failure_sentence
 from spcheck.launch.ranks import _Threads
 from spcheck.plan import make_plan
+from spcheck.report.failure import failure_lines
 
 
 def call(number, kind="all_reduce", shape=(5, 96), module="a", group="tp"):
@@ -144,3 +145,17 @@ def test_healthy_ranks_never_part(options):
     traces = [{"rank": rank, "trace": trace.read(), "error": {}} for rank, trace in enumerate(ranks.traces)]
     assert len(traces[0]["trace"]["collectives"]) > 30
     assert find_divergence(traces) is None
+
+
+def test_calls_that_differ_only_in_their_step_are_told_with_it():
+    later = {**call(0), "step": "draft step 0"}
+    reports = [report(0, call(0), error=WAITS), report(1, later, error=WAITS), report(2, later, error=WAITS)]
+    divergence = find_divergence(reports)
+    assert divergence_sentence(divergence) == (
+        "the ranks part at collective 1 of the run: "
+        "rank 0 calls all_reduce [5, 96] float64 on tp in a, s, target step 0; "
+        "ranks 1, 2 call all_reduce [5, 96] float64 on tp in a, s, draft step 0"
+    )
+    lines = list(failure_lines(explain(reports)))
+    assert lines[2].split(maxsplit=3)[3] != lines[3].split(maxsplit=3)[3]
+    assert "draft step 0" in lines[3]

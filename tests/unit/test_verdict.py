@@ -241,10 +241,8 @@ def test_hints():
     assert "2 x the reference: summed 2 times?" in ratio
     less = judged([row("a", wrong(ratio=0.5, rows=1))], []).verdict.findings[0].message
     assert "0.5 x the reference: not summed over the 2 ranks?" in less
-    last = {"first": {"dp": 0, "request": 0, "position": 2}, "worst": {"dp": 0, "request": 0, "position": 2}}
-    assert (
-        "only the last row: trimming or padding?" in judged([row("a", wrong(), **last)], []).verdict.findings[0].message
-    )
+    single = judged([row("a", difference())], [row("a", {**wrong(), "rows": 1, "wrong": [(0, 0)]})])
+    assert "only" not in single.verdict.findings[0].message, "it is the last row, rank 1's, and its shard's first"
     assert "not finite" in judged([row("a", wrong(float("inf")))], []).verdict.findings[0].message
 
 
