@@ -128,7 +128,7 @@ def check_room(plan: Plan, free: int | None) -> None:
     """
     if plan.folder is not None or free is None:
         return
-    reader = _random_weights(plan.config, plan.case.seed)
+    reader = _random_weights(plan.config, plan.case.seed, plan.case.weights)
     elements = sum(math.prod(reader.shape(name)) for name in reader.names())
     need = elements * (torch.bfloat16.itemsize + getattr(torch, plan.dtype).itemsize)
     if need > free:
