@@ -5,6 +5,7 @@ python -m benchmarks.ratios [--smoke]
 The function that compares has a table of its own: python -m benchmarks.measuring
 """
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -122,6 +123,7 @@ class Rejoined:
 
 
 def warm(label, rounds, **options):
+    gc.collect()  # the engines of the case before, which hold gigabytes, lie in cycles
     pair = Pair(**options)
     checked, shares = [], []
     for _ in range(rounds):
