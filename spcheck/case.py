@@ -34,9 +34,10 @@ class Case:
     most so many new tokens of a prompt, and those that follow take the rest. ``pad_to`` is the row count the target
     step and draft step 0 are padded to; one that verifies drafts or prefills cached tokens may have more. With
     ``graph_sizes`` every forward is padded to the smallest that holds it. ``overrides`` are config keys set by the
-    user, in order; ``weights`` is the kind of a preset's random weights. ``reference`` and ``candidate`` are a subject's
-    name, and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of each
-    data-parallel rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter ``i mod (lora_adapters + 1)``, the last of which is none.
+    user, in order; ``weights`` is the kind of a preset's random weights. ``reference`` and ``candidate`` are a name of
+    a subject, and behind a colon its scheme. ``reference_world`` is 1 for a reference that the first rank of each
+    data-parallel rank runs alone; None: as many ranks as the candidate has. Request ``i`` uses adapter
+    ``i mod (lora_adapters + 1)``, the last of which is none.
     """
 
     requests: Requests

@@ -70,11 +70,11 @@ def _twin_experts(weight: Tensor, config: ModelConfig) -> Tensor:
     Where there is one group all experts are in pairs, as if every pair were a group.
     """
     group = len(weight) // config.n_group if config.n_group > 1 else math.gcd(2, len(weight))
-    by_group = weight.clone().unflatten(0, (-1, group))
+    by_group = weight.clone().view(-1, group, *weight.shape[1:])
     if group > 1:
         by_group[:, 1] = by_group[:, 0]
     by_group[-1] = by_group[0]
-    return by_group.flatten(0, 1)
+    return by_group.reshape(weight.shape)
 
 
 def _twin_tokens(weight: Tensor) -> Tensor:
