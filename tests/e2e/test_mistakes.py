@@ -19,7 +19,7 @@ def spcheck(*words, env=None, timeout=120):
     [
         ("--tp 5 --tokens 17", "--tp 5 does not divide num_attention_heads 12"),
         (
-            "--tp 2 --tokens 17 --set num_attention_heads=8 --set n_routed_experts=9 --set n_group=3",
+            "--tp 2 --tokens 17 --set n_routed_experts=9 --set n_group=3 --set num_experts_per_tok=4",
             "n_routed_experts 9",
         ),
         ("--tp 2 --tokens 0", "at least 1 token"),

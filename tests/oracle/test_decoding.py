@@ -20,7 +20,7 @@ BATCH, LENGTH, DRAFTS, NEW = 2, 19, 4, 24
 CUTS = {"one-by-one": tuple(range(12, LENGTH)), "mixed": (4, 5, 9, 10, 16), "from-one-row": (1, 2, 3, 9)}
 RUNS = [("one-by-one", 1), ("one-by-one", 2), ("mixed", 2), ("from-one-row", 1)]
 GENERATED = {
-    "v32-of-4-tokens": ("deepseek_v32", 23, 4, {0, 1, 2, 3}),
+    "v32-of-4-tokens": ("deepseek_v32", 24, 4, {0, 1, 2, 3}),
     "v32-of-61-tokens": ("deepseek_v32", 11, 61, {0, 1}),
     "v3-of-4-tokens": ("deepseek_v3", 27, 4, {0, 1, 2, 3}),
 }

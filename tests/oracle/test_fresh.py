@@ -1,5 +1,6 @@
 """The reference against transformers models made at test time: other seeds, sizes and settings."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from sizes import YARN, raw_config
 from reference.checkpoint import RandomWeights, TensorReader
 from reference.config import parse_config
 
+PRESETS = Path(__file__).parents[2] / "spcheck" / "presets"
 BOUND = 1e-12
 BATCH, LENGTH, DRAFTS = 2, 19, 3
 
@@ -88,6 +90,19 @@ def test_seeds(model_type, seed, record_property):
     found = errors(
         raw, RandomWeights(parse_config(raw), seed), random_ids(raw["vocab_size"], seed), tp=(1, 2, 4)[seed % 3]
     )
+    record_property("largest_relative_error", max(found.values()))
+    assert {name: error for name, error in found.items() if error > BOUND} == {}
+
+
+@pytest.mark.parametrize("name", ["dsv3-tiny", "dsv32-tiny", "dsv32-two-mtp"])
+def test_presets(name, record_property):
+    """With the eps of the latents and the one MTP layer that transformers knows of."""
+    raw = json.loads((PRESETS / f"{name}.json").read_text()) | {"num_nextn_predict_layers": 1}
+    yarn = raw.pop("rope_scaling", None)
+    kind = {"rope_type": "default"} if yarn is None else {"rope_type": yarn.pop("type"), **yarn}
+    raw["rope_parameters"] = {**kind, "rope_theta": raw.pop("rope_theta")}
+    del raw["latent_norm_eps"]
+    found = errors(raw, RandomWeights(parse_config(raw), 1), random_ids(raw["vocab_size"], 1), tp=2)
     record_property("largest_relative_error", max(found.values()))
     assert {name: error for name, error in found.items() if error > BOUND} == {}
 
