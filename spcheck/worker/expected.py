@@ -11,13 +11,15 @@ from reference.checkpoint import TensorReader
 from spcheck.contracts.holdings import repeated_tensors
 from spcheck.contracts.pieces import ZEROS, Holding, Piece
 from spcheck.plan import Plan
+from spcheck.worker.weights import Snapped
 
 
 class Expected:
     """Reads pieces. A tensor that the checkpoint leaves out is read from the one that it repeats."""
 
     def __init__(self, plan: Plan, reader: TensorReader) -> None:
-        self._reader = reader
+        self._rounds = reader.rounded if isinstance(reader, Snapped) else None
+        self._reader = reader.stored if isinstance(reader, Snapped) else reader
         self._names = frozenset(reader.names())
         self._repeated = repeated_tensors(plan.config)
         self._plain: torch.dtype = getattr(torch, plan.dtype)
@@ -34,7 +36,7 @@ class Expected:
         Raises:
             reference.checkpoint.CheckpointError: the checkpoint does not hold the tensor.
         """
-        return self._read(piece).to(dtype).reshape(piece.shape)
+        return self._rounded(self._read(piece)).to(dtype).reshape(piece.shape)
 
     def forget(self) -> None:
         """Lets go of the tensor that was read last."""
@@ -43,10 +45,10 @@ class Expected:
     def row(self, pieces: Iterable[Piece], dtype: torch.dtype) -> Tensor:
         """Several pieces, flat and one behind the other; faster than one by one."""
         blocks = [self._read(piece).reshape(-1) for piece in pieces]
-        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(dtype)
+        return self._rounded(blocks[0] if len(blocks) == 1 else torch.cat(blocks)).to(dtype)
 
     def _read(self, piece: Piece) -> Tensor:
-        """As the reader gives it."""
+        """As it is stored: what is rounded to a grid is rounded together, and only as far as it is compared."""
         if piece.tensor == ZEROS:
             return torch.zeros(piece.shape, dtype=torch.bfloat16)
         name = piece.tensor
@@ -56,6 +58,9 @@ class Expected:
             self._last = name, self._reader.tensor(name)
         block = self._last[1][tuple(slice(start, stop) for start, stop in piece.source)]
         return block.mT if piece.transposed else block
+
+    def _rounded(self, stored: Tensor) -> Tensor:
+        return stored if self._rounds is None else self._rounds(stored)
 
 
 def region(parameter: Tensor, piece: Piece) -> Tensor:

@@ -40,27 +40,31 @@ def open_weights(plan: Plan) -> TensorReader:
 
 
 class Snapped:
-    """Another reader's tensors in float64, rounded to the grid of weights."""
+    """Another reader's tensors in float64, rounded to the grid of weights; ``stored`` is that reader."""
 
     def __init__(self, stored: TensorReader, grid: Grid) -> None:
-        self._stored = stored
+        self.stored = stored
         self._bits = grid.weight
 
     def names(self) -> Collection[str]:
         """As stored."""
-        return self._stored.names()
+        return self.stored.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As stored."""
-        return self._stored.shape(name)
+        return self.stored.shape(name)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor, float64."""
-        return snap(self._stored.tensor(name).double(), self._bits)
+        return self.rounded(self.stored.tensor(name))
+
+    def rounded(self, stored: Tensor) -> Tensor:
+        """Stored values in float64 on the grid, as a new tensor."""
+        return snap(stored.double(), self._bits)
 
     def lost(self, name: str) -> float:
         """The part of a tensor's norm that rounding takes away or adds: 1 where all of it becomes zero."""
-        stored = self._stored.tensor(name).double()
+        stored = self.stored.tensor(name).double()
         size = float(torch.linalg.vector_norm(stored))
         return float(torch.linalg.vector_norm(stored - snap(stored, self._bits))) / size if size else 0.0
 

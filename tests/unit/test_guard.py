@@ -21,7 +21,6 @@ from spcheck.launch.ranks import run_threads
 from spcheck.plan import make_plan
 from spcheck.verdict import conclude
 from spcheck.worker.adapters import WithAdapters
-from spcheck.worker.snap import snap
 from spcheck.worker.weights import Snapped
 from tests.conftest import compare_case
 
@@ -31,20 +30,20 @@ CASE = {"tp": 2, "requests": ((17, 4),), "mtp_steps": 2, "backend": "loopback"}
 @pytest.fixture
 def scaled(monkeypatch):
     """Weights larger by a gain, with rows and columns that stand out; caches of norms know nothing of it."""
-    plain = spcheck.worker.weights.Snapped.tensor
+    plain = RandomWeights.tensor
 
     def use(gain=1.0, outliers=False, only=""):
         def tensor(self, name):
             x = plain(self, name)
             if x.ndim < 2 or only not in name:
                 return x
-            x = x * gain
+            x = x.double() * gain  # a new tensor: the reader keeps its own
             if outliers:
                 x[:, ::17] *= 6
                 x[::13] *= 3
-            return snap(x, self._bits)
+            return x
 
-        monkeypatch.setattr(spcheck.worker.weights.Snapped, "tensor", tensor)
+        monkeypatch.setattr(RandomWeights, "tensor", tensor)
         spcheck.worker.weights.weight_norms.cache_clear()
 
     yield use
