@@ -49,10 +49,8 @@ def value_findings(
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
     why += _GOES_ON if plan.case.generate and first.kind in STEERING else ""
-    return [
-        *findings,
-        Finding(kind, outcome, sentence(first, plan, hinted=hinted) + more + why, at_place(first, first.first)),
-    ]
+    message = sentence(first, plan, hinted=hinted) + more + why
+    return [*findings, Finding(kind, outcome, message, at_place(first, first.first))]
 
 
 def token_findings(
