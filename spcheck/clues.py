@@ -148,11 +148,12 @@ def _keys(_: Plan, __: ProbeResult, values: Sequence[Any]) -> str | None:
     value = _one(values)
     if value is None:
         return None
-    first, last = value
-    if first < 0:
-        return "only the score of each row's own key: written to another slot?"
+    if value[0] == "newest":
+        keys = "own key" if value[1] == 1 else f"{value[1]} newest keys"
+        return f"only the scores of each row's {keys}: written to another slot?"
+    _, first, last = value
     if first == last:
-        return f"only the score of key {first}: written to another slot?"
+        return f"only the scores of key {first}: written to another slot?"
     return f"only the scores of keys {first} to {last}"
 
 

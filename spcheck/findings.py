@@ -23,9 +23,17 @@ _SIDES = ("reference", "candidate")
 
 
 def value_findings(
-    plan: Plan, results: Sequence[ProbeResult], first: ProbeResult | None, exactness: Exactness | None
+    plan: Plan,
+    results: Sequence[ProbeResult],
+    first: ProbeResult | None,
+    exactness: Exactness | None,
+    *,
+    hinted: bool = True,
 ) -> list[Finding]:
-    """The first value that is wrong, and every one at which the reference contradicts itself."""
+    """The first value that is wrong, and every one at which the reference contradicts itself.
+
+    The first has no hints where it is ``hinted`` at elsewhere why: rows or a forward are missing before it.
+    """
     findings = []
     for r in results:
         if r.reference_replica is not None:
@@ -41,7 +49,8 @@ def value_findings(
     more = f" ({later} later probes differ too)" if later else ""
     kind = "choice" if choice else "value"
     why += _GOES_ON if plan.case.generate and first.kind in STEERING else ""
-    return [*findings, Finding(kind, outcome, sentence(first, plan) + more + why, at_place(first, first.first))]
+    message = sentence(first, plan, hinted=hinted) + more + why
+    return [*findings, Finding(kind, outcome, message, at_place(first, first.first))]
 
 
 def token_findings(

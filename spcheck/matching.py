@@ -158,7 +158,7 @@ def _from_before(plan: Plan, result: ProbeResult, sketches: Sequence[_Wrong]) ->
     if not sources or not all(sources.values()):
         return None
     row, found = min(sources.items(), key=lambda both: (both[0].dp, both[0].index))
-    return f"{_text(plan, row)} holds the token that {_request_text(plan, *found[0])} was given"
+    return f"{_text(plan, row)} holds a token of {_request_text(plan, *found[0])}"
 
 
 def _last_tokens(phase: Phase, dp: int, sketches: Sequence[Sketch]) -> dict[tuple[int, int], float]:

@@ -10,9 +10,12 @@ from spcheck.plan import Plan
 from spcheck.subject import CHOICES
 
 
-def sentence(result: ProbeResult, plan: Plan) -> str:
-    """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``."""
-    why = "; ".join(hints(result, plan))
+def sentence(result: ProbeResult, plan: Plan, *, hinted: bool = True) -> str:
+    """One result in words: ``model.layers.3.mlp.out: 4.1e-02 over bound 1.0e-12, first at request 0 token 9 ...``.
+
+    Without hints where the cause is told elsewhere; what was measured stays.
+    """
+    why = "; ".join(hints(result, plan) if hinted else filter(None, [result.note]))
     return f"{label(result, plan)}: {_size(result, plan)}{f'; {why}' if why else ''}"
 
 

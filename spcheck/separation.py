@@ -6,6 +6,7 @@ every wrong row and for no right one. Where several do, no one can say which of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -15,6 +16,7 @@ from spcheck.merge import ProbeResult
 from spcheck.plan import NO_ADAPTER, Plan
 
 _FEW = 2  # rows that must be on either side of a threshold
+_CHANCES = 8  # ways to choose as many rows as are wrong
 _MOST_TOLD = 2  # features that fit equally
 _MOST_EXPERTS = 2
 
@@ -33,8 +35,8 @@ def separation(plan: Plan, result: ProbeResult, rows: Rows, *, thresholds: bool)
 
     With ``thresholds`` also where rows are wrong from some place on, which is a weaker thing to know.
     """
-    if not rows.wrong or len(rows.wrong) == len(rows.every):
-        return None
+    if not rows.right or math.comb(len(rows.every), len(rows.wrong)) < _CHANCES:
+        return None  # among few rows anything separates
     fitting: dict[str, Feature] = {}
     for feature in _features(plan, result.probe, rows):
         if feature.rows == rows.wrong:

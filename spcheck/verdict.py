@@ -31,7 +31,7 @@ from spcheck.merge import ProbeResult, RankReport, merge_probes
 from spcheck.plan import Plan
 from spcheck.rounding import is_definite
 
-_CAUSES = ("scheme", "parameters", "memory", "rows")
+_CAUSES = ("scheme", "parameters", "memory", "unpaired", "rows")
 """Kinds of findings that explain wrong values, in the order in which they are told."""
 
 
@@ -89,12 +89,14 @@ def conclude(plan: Plan, reports: Sequence[RankReport], environment: dict[str, A
     if broken and broken.divergence:
         findings.append(Finding("divergence", "FAILED", divergence_sentence(broken.divergence)))
     findings += breach_findings(parameters)  # before what may follow from them
-    findings += value_findings(plan, results, first, exactness)
+    unpaired = pairing_findings(plan, results, reports) if failure is None else []
+    causes = [f for f in (*unpaired, *breach_findings(rows)) if _explains(results, first, f)]
+    findings += value_findings(plan, results, first, exactness, hinted=not causes)
     findings += token_findings(plan, results, first, exactness)
     degenerate = degenerate_probes(plan, reports) if failure is None else ()
     findings += degenerate_findings(degenerate)
     findings += exactness_findings(plan, results, exactness)
-    findings += pairing_findings(plan, results, reports) if failure is None else []
+    findings += unpaired
     findings += [finding for checked in (rows, collectives, work, memory) for finding in breach_findings(checked)]
     findings += scheme_findings(plan, reports)
     findings = _causes_first(results, first, findings)
@@ -168,17 +170,20 @@ def _first_divergence(
 
 
 def _causes_first(results: Sequence[ProbeResult], first: ProbeResult | None, findings: list[Finding]) -> list[Finding]:
-    """Another dataflow, other weights and too many rows look like wrong values: these are told before them."""
+    """Another dataflow, other weights, missing forwards and too many rows look like wrong values: they come first."""
     if first is None:
         return findings
-    order = {(r.probe, r.call): i for i, r in reversed(list(enumerate(results)))}
-    until = order[first.probe, first.call]
-
-    def explains(f: Finding) -> bool:
-        before = f.at is not None and order.get((f.at["probe"], f.at["call"]), until + 1) <= until
-        return f.kind in ("scheme", "parameters", "memory") or (f.kind == "rows" and before)
-
-    causes = sorted(filter(explains, findings), key=lambda f: _CAUSES.index(f.kind))
+    found = [f for f in findings if f.kind in _CAUSES[:3] or _explains(results, first, f)]
+    causes = sorted(found, key=lambda f: _CAUSES.index(f.kind))
     others = [f for f in findings if f not in causes]
     place = next((i for i, f in enumerate(others) if f.kind in ("value", "choice")), 0)
     return [*others[:place], *causes, *others[place:]]
+
+
+def _explains(results: Sequence[ProbeResult], first: ProbeResult | None, finding: Finding) -> bool:
+    """Whether a side had other rows, or left out a forward, before the first value that is wrong."""
+    if first is None or finding.at is None or finding.kind not in ("rows", "unpaired"):
+        return False
+    order = {(r.probe, r.call): i for i, r in reversed(list(enumerate(results)))}
+    until = order[first.probe, first.call]
+    return order.get((finding.at["probe"], finding.at["call"]), until + 1) <= until

@@ -234,18 +234,20 @@ def _mask(look: Look) -> list[int] | None:
     return [lost, gained] if lost or gained else None
 
 
-def _keys(look: Look) -> list[int] | None:
-    """First and last key whose score is wrong; [-1, -1] for each row's own, the newest. None where most are."""
+def _keys(look: Look) -> list[Any] | None:
+    """Which scores are wrong where most are right: ``["newest", n]`` of each row, or keys ``["from", first, last]``."""
     if not look.probe.endswith(".indexer.choose.in"):
         return None
     columns = [row.nonzero().flatten().tolist() for row in look.apart]
-    positions = [position for _, position in look.at]
-    if all(keys == [position] for keys, position in zip(columns, positions, strict=True)):
-        return [-1, -1]
+    visible = int((look.e.isfinite() | look.a.isfinite()).sum())
+    if 2 * sum(map(len, columns)) > visible:
+        return None
+    ages = {tuple(position - key for key in keys) for keys, (_, position) in zip(columns, look.at, strict=True)}
+    oldest = max((age for row in ages for age in row), default=0)
+    if len(ages) == 1 and set(*ages) == set(range(oldest + 1)):
+        return ["newest", oldest + 1]
     wrong = sorted({key for keys in columns for key in keys})
-    visible = look.e.isfinite() | look.a.isfinite()
-    few = bool((2 * look.apart.sum(dim=1) <= visible.sum(dim=1)).all())
-    return [wrong[0], wrong[-1]] if few and wrong and wrong[-1] - wrong[0] == len(wrong) - 1 else None
+    return ["from", wrong[0], wrong[-1]] if wrong and wrong[-1] - wrong[0] == len(wrong) - 1 else None
 
 
 def _ids(look: Look) -> list[Any] | None:

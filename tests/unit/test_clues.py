@@ -128,10 +128,12 @@ def test_a_key_that_stands_at_another_slot():
     choose = "model.layers.0.self_attn.indexer.choose.in"
     other = E.clone()
     other[:, 3] += 1
-    assert clues(other, E, choose, "scores")["keys"] == [3, 3]
+    assert clues(other, E, choose, "scores")["keys"] == ["from", 3, 3]
     newest = E.clone()
     newest[torch.arange(6), torch.arange(2, 8)] += 1
-    assert clues(newest, E, choose, "scores", first=2)["keys"] == [-1, -1]
+    assert clues(newest, E, choose, "scores", first=2)["keys"] == ["newest", 1]
+    newest[torch.arange(6), torch.arange(1, 7)] += 1
+    assert clues(newest, E, choose, "scores", first=2)["keys"] == ["newest", 2]
 
 
 def test_scores_of_a_router_without_a_part():

@@ -6,6 +6,7 @@ from spcheck.case import Case
 from spcheck.merge import merge_probes
 from spcheck.plan import make_plan
 from spcheck.sentences import sentence
+from spcheck.verdict import conclude
 from tests.unit.test_verdict import difference, reports, row
 
 PROBE = "model.layers.2.mlp.out"
@@ -158,6 +159,19 @@ def test_a_padded_row_leaks_only_where_it_may():
     assert hints(plan_of(), [[(1, 2)], NONE], clues=clues) == ["not a number"]
     padded = plan_of(padding_content="nan", pad_to=18)
     assert hints(padded, [[(1, 2)], NONE], clues=clues) == ["not a number: a padded row that leaks?"]
+
+
+def test_behind_missing_rows_or_a_missing_forward_nothing_is_guessed():
+    plan = plan_of(mtp_steps=1)
+    d = difference(rows=9, rows_over=9, unequal_rows=9, max_rel=1.0, first_over=0, ratio=2.0, wrong=[(0, 8)])
+    missing = {**row("model.layers.5.enorm.out", d), "phase": "draft", "unpaired": "reference"}
+    del missing["difference"]
+    later = {**row("model.layers.5.self_attn.cache.latent", d), "phase": "cache"}
+    found = conclude(plan, reports([missing, later], []), {}, None).verdict.findings
+    assert [f.kind for f in found][:2] == ["unpaired", "value"]
+    assert "x the reference" not in found[1].message
+    found = conclude(plan, reports([later], []), {}, None).verdict.findings
+    assert "2 x the reference" in found[0].message
 
 
 def test_a_choice_among_equal_scores():
