@@ -37,11 +37,16 @@ def is_definite(plan: Plan, result: ProbeResult) -> bool:
 
 def rounding_reason(plan: Plan) -> str:
     """What to add to the sentence of a difference that may be rounding."""
-    numerics, layers = plan.case.numerics, plan.config.num_hidden_layers
+    numerics, layers = plan.case.numerics, _layers(plan)
     depth = f" in {layers} layers" if numerics == "float32" else ""
     tells = "see the guard" if numerics == "exact" else "--numerics exact tells"
     return f"; a rounding difference may explain it{depth}, {tells}"
 
 
 def _widest(plan: Plan) -> float:
-    return widest_rounding(plan.case.numerics, plan.config.num_hidden_layers)
+    return widest_rounding(plan.case.numerics, _layers(plan))
+
+
+def _layers(plan: Plan) -> int:
+    """Layers that a value passes at most: each draft step takes the hidden states before it through one more."""
+    return plan.config.num_hidden_layers + plan.case.mtp_steps
