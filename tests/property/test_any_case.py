@@ -75,6 +75,7 @@ def cases(draw):
         lora_rank=3 if adapters else 0,
         lora_adapters=adapters,
         model=draw(st.sampled_from(["dsv32-tiny", "dsv32-alternating"])),
+        weights=draw(st.sampled_from(["plain", "plain", "ties"])),
         mtp_steps=draw(st.integers(0, 3)),
         aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 3), max_size=3)))),
         pad_to=most + padding if isinstance(padding, int) else None,

@@ -68,7 +68,8 @@ def test_a_run_that_reaches_the_limit_says_so():
 
 
 def test_turns_tell_what_a_run_did():
-    comparison = compare_case(case())
+    """With seed 4 some drafts are accepted and some are not."""
+    comparison = compare_case(case(seed=4))
     assert comparison.verdict.outcome == "EQUAL"
     g = comparison.generation
     assert [(t.step, t.request) for t in g.turns] == [(s, r) for s in range(4) for r in range(2)]
@@ -129,7 +130,7 @@ class TwinTokens:
 @pytest.mark.parametrize(("numerics", "outcome"), [("float32", "EQUIVALENT"), ("float64", "INCONCLUSIVE")])
 def test_a_near_tie_is_told_and_is_no_divergence(numerics, outcome, monkeypatch):
     monkeypatch.setattr(
-        spcheck.worker.weights, "_random_weights", lambda config, seed: TwinTokens(RandomWeights(config, seed))
+        spcheck.worker.weights, "_random_weights", lambda config, seed, _: TwinTokens(RandomWeights(config, seed))
     )
     noise = {"float32": "3e-7", "float64": "5e-16"}[numerics]
     product = "torch.mm(self.weight, hidden.t())"

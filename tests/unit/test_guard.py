@@ -115,9 +115,8 @@ def test_units_and_bounds_of_the_other_products_by_hand():
     assert bits[f"{layer}.self_attn q.k"] == math.log2(8**3 + 8**2) + 40
     assert bits[f"{layer}.self_attn p.v"] == pytest.approx(6 + 46, abs=1e-4)
     assert bits[f"{layer}.self_attn.indexer scores"] == math.log2(math.sqrt(config.index_n_heads) * 8**3) + 34
-    combine = (
-        2 * 8 * 8**2 + 8**2
-    )  # sqrt(4 experts) times the weights' norm times an expert's output, and the shared one
+    # The shared expert, and sqrt(10 experts) times the weights' norm times an expert's output.
+    combine = 8**2 + math.sqrt(10) * 8 * 8**2
     assert bits[f"{layer}.mlp combine"] == math.log2(combine) + 38
     assert bits["model.layers.0.input_layernorm.in residual"] == 3 + 26
     assert bits["model.layers.0.post_attention_layernorm.in residual"] == math.log2(8 + 64) + 26
@@ -142,7 +141,7 @@ def test_units_and_bounds_of_adapters_by_hand():
     assert bits[f"{attention}.q_a_proj"] == math.log2(8 * (8 + 2 * 8 * 16)) + 38
     assert bits[f"{attention}.o_proj"] == math.log2(8 * (8 + 2 * 16 * 16)) + 38
     assert bits["model.layers.2.post_attention_layernorm.in residual"] == math.log2(8 + 8 * (8 + 2 * 16 * 16)) + 38
-    combine = 2 * 8 * 8**2 + 8 * (8 + 2 * 8 * 16)
+    combine = 8 * (8 + 2 * 8 * 16) + math.sqrt(10) * 8 * 8**2
     assert bits["model.layers.2.mlp combine"] == math.log2(combine) + 38
     assert bits["model.layers.3.input_layernorm.in residual"] == math.log2(8 + combine) + 38
     for name in (
@@ -219,7 +218,7 @@ def adapted_reference(world, plan, reader):
 def test_no_sum_of_an_adapter_is_larger_than_its_bound(tp, gain, outliers, scaled, monkeypatch):
     scaled(gain, outliers)
     plan = make_plan(Case(**CASE))
-    reader = Snapped(WithAdapters(RandomWeights(plan.config, 0), plan.config, 4, 2, 0), plan.grid)
+    reader = Snapped(WithAdapters(RandomWeights(plan.config, 0), plan.config, 4, 2, 1), plan.grid)
     monkeypatch.setattr(spcheck.worker.weights, "open_weights", lambda plan: reader)
     ranks = run_loopback(tp, lambda world: adapted_reference(world, plan, reader))
     norms = merge_norms([norms for norms, _ in ranks]) | spcheck.worker.weights.weight_norms(plan, 0, 1)

@@ -20,7 +20,7 @@ from spcheck.worker.weights import Snapped
 PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
 CONFIG = parse_config(json.loads(PRESET.read_text()) | {"num_hidden_layers": 3, "first_k_dense_replace": 1})
 BASE = RandomWeights(CONFIG, 0, own_tables=True)
-ADAPTED = WithAdapters(BASE, CONFIG, 4, 2, 0)
+ADAPTED = WithAdapters(BASE, CONFIG, 4, 2, 4)
 SUBJECTS = [reference.subject, optimized.subject]
 F64 = torch.float64
 MTP = f"model.layers.{CONFIG.num_hidden_layers}"
