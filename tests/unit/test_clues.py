@@ -121,7 +121,8 @@ def test_masks_and_ids():
     ids = torch.arange(6)[:, None]
     assert clues(ids - 1, ids, "model.embed_tokens.in", "set")["ids"] == ["none", -1]
     assert clues(ids + 2, ids, f"{choose}.out", "set")["ids"] == ["later", 2, 0]
-    assert "ids" not in clues(ids.clamp(max=2), ids, f"{choose}.out", "set")
+    assert clues(ids.clamp(max=2), ids, f"{choose}.out", "set") == {}
+    assert clues(ids * 0, ids, "rejection_sampler.out", "accepted") == {}
 
 
 def test_a_key_that_stands_at_another_slot():
