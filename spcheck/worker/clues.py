@@ -273,7 +273,7 @@ _FINDERS: dict[str, Callable[[Look], Any]] = {
     "zero": _zero,
     "from_zero": _from_zero,
     "mask": _mask,
-    "turned": lambda look: turned(look.probe, look.e, look.a, look.at, look.config),
+    "turned": lambda look: turned(look.probe, look.e, look.a, look.at, look.config, look.close),
     "cast": _cast,
     "eps": lambda look: other_eps(look.probe, look.gap, look.others, look.config) if look.finite else None,
     "row_factors": _row_factors,

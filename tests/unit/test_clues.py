@@ -106,6 +106,7 @@ def test_rows_that_are_turned_otherwise():
     expected = rotary(here, "neighbours")
     assert clues(rotary(here - 2, "neighbours"), expected, probe, first=5)["turned"] == ["by", -2]
     assert clues(rotary(here.flip(0), "neighbours"), expected, probe, first=5)["turned"] == ["at"]
+    assert clues(rotary(here + 3, "neighbours").float(), expected.float(), probe, first=5)["turned"] == ["by", 3]
     assert "turned" not in clues(1.5 * expected, expected, probe, first=5)
     swapped = expected.view(6, -1, CONFIG.qk_rope_head_dim).roll(1, -1).flatten(1)
     assert clues(swapped, expected, probe, first=5)["turned"] == ["pairs"]
