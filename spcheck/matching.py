@@ -134,7 +134,7 @@ def _from_elsewhere(plan: Plan, result: ProbeResult, sketches: Sequence[_Wrong],
         return _from_before(plan, result, sketches) if _is_rare(plan, len(sketches)) else None
     for mark in others:
         if all(any(_same(x.sketch, other, close) for other in _of_call(others, mark["call"])) for x in sketches):
-            return f"holds the value of the {plan.forward_name(mark['phase'], mark['call'])}"
+            return f"holds the value that it had in {plan.forward_name(mark['phase'], mark['call'])}"
     return None
 
 

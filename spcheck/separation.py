@@ -156,7 +156,8 @@ def _thresholds(rows: Rows) -> Iterator[Feature]:
     several = len({(row.dp, row.request) for row in rows.every}) > 1
     least, most = min(row.position for row in rows.wrong), max(row.position for row in rows.right)
     if least > most:
-        yield Feature("position", f"from position {least} on", rows.wrong)
+        row = "" if several else f", row {min(row.index for row in rows.wrong)} of the batch"
+        yield Feature("position", f"from position {least} on{row}", rows.wrong)
         return
     if max(row.position for row in rows.wrong) < min(row.position for row in rows.right):
         yield Feature("position", f"up to position {max(row.position for row in rows.wrong)}", rows.wrong)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from reference.config import ModelConfig
 from spcheck.phases import Row
+from spcheck.subject import CHOICES
 from spcheck.worker.bits import narrower_type
 from spcheck.worker.norm_clues import other_eps
 from spcheck.worker.router_clues import scores_without
@@ -93,6 +94,9 @@ def find_clues(look: Look) -> Clues:
     """Everything that holds for all of the rows; names are those of :data:`_FINDERS`."""
     if not len(look.expected) or not look.close:
         return {}
+    if look.kind in CHOICES:  # numbers of things, which have no size
+        ids = _ids(look)
+        return {} if ids is None else {"ids": ids}
     found = {name: find(look) for name, find in _FINDERS.items()}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -119,7 +123,7 @@ def _cast(look: Look) -> str | None:
 def _row_factors(look: Look) -> list[float] | None:
     """Least and largest, where each row is scaled by a factor of its own."""
     e, _ = look.known
-    if not look.finite or look.kind in ("set", "token", "accepted") or e.shape[0] < 2:
+    if not look.finite or e.shape[0] < 2:
         return None
     factors, fits = _factors(e, look.gap, dim=1)
     if not fits or float((factors - factors.mean()).abs().amax()) <= _FIT * float((factors - 1).abs().amax()):
@@ -172,9 +176,11 @@ def _equals(look: Look) -> str | None:
     if look.kind not in ("value", "scores") or look.e.shape[1] < _FEW:
         return None
     known = look.a.isfinite()
+    if int(known.sum()) < _FEW:
+        return None
     for probe, value in _alike(look):
         gap = (look.a - value).masked_fill(~known, 0.0)
-        if float(gap.norm()) <= look.close * float(value.norm()) and bool(known.any()):
+        if float(gap.norm()) <= look.close * float(value.norm()):
             return probe
     return None
 
@@ -252,8 +258,6 @@ def _keys(look: Look) -> list[Any] | None:
 
 def _ids(look: Look) -> list[Any] | None:
     """An id that cannot be: below 0 where a token must stand, or a key behind the row's own position."""
-    if look.kind not in ("set", "token"):
-        return None
     single = look.actual.shape[1] == 1
     if single and bool((look.actual < 0).any()):
         return ["none", int(look.actual.min())]
@@ -269,8 +273,7 @@ _FINDERS: dict[str, Callable[[Look], Any]] = {
     "zero": _zero,
     "from_zero": _from_zero,
     "mask": _mask,
-    "ids": _ids,
-    "turned": lambda look: turned(look.probe, look.e, look.a, look.at, look.config),
+    "turned": lambda look: turned(look.probe, look.e, look.a, look.at, look.config, look.close),
     "cast": _cast,
     "eps": lambda look: other_eps(look.probe, look.gap, look.others, look.config) if look.finite else None,
     "row_factors": _row_factors,

@@ -106,6 +106,7 @@ def test_rows_that_are_turned_otherwise():
     expected = rotary(here, "neighbours")
     assert clues(rotary(here - 2, "neighbours"), expected, probe, first=5)["turned"] == ["by", -2]
     assert clues(rotary(here.flip(0), "neighbours"), expected, probe, first=5)["turned"] == ["at"]
+    assert clues(rotary(here + 3, "neighbours").float(), expected.float(), probe, first=5)["turned"] == ["by", 3]
     assert "turned" not in clues(1.5 * expected, expected, probe, first=5)
     swapped = expected.view(6, -1, CONFIG.qk_rope_head_dim).roll(1, -1).flatten(1)
     assert clues(swapped, expected, probe, first=5)["turned"] == ["pairs"]
@@ -121,7 +122,8 @@ def test_masks_and_ids():
     ids = torch.arange(6)[:, None]
     assert clues(ids - 1, ids, "model.embed_tokens.in", "set")["ids"] == ["none", -1]
     assert clues(ids + 2, ids, f"{choose}.out", "set")["ids"] == ["later", 2, 0]
-    assert "ids" not in clues(ids.clamp(max=2), ids, f"{choose}.out", "set")
+    assert clues(ids.clamp(max=2), ids, f"{choose}.out", "set") == {}
+    assert clues(ids * 0, ids, "rejection_sampler.out", "accepted") == {}
 
 
 def test_a_key_that_stands_at_another_slot():

@@ -56,6 +56,7 @@ def test_rows_of_a_rank():
 def test_what_may_be_this_or_that():
     """Two one-row requests: the second is the last row, rank 1's, and a request of its own."""
     assert hints(plan_of(requests=((1, 1),)), [NONE, [(0, 0)]]) == []
+    assert hints(plan_of(requests=((3,),)), [[(0, 0)], NONE]) == [], "of three rows one is anything"
     assert hints(plan_of(requests=((8, 9),)), [[(0, 7)], NONE]) == ["only request 0, on all its rows"]
     assert hints(plan_of(requests=((9, 8),)), [EVERY, NONE]) == [
         "only request 0, on all its rows or on rank 0, on all rows of its shard (the same rows)"
@@ -68,9 +69,8 @@ def test_places_in_a_request():
     assert hints(plan, [[(0, 0)], NONE]) == ["only rows at position 0"]
     assert hints(plan, [[(8, 8)], [(0, 7)]]) == ["only rows with more than 8 keys (index_topk)"]
     assert hints(plan_of(), [[(4, 5)], [(7, 7)]]) == ["only the last row of each request"]
-    assert (
-        hints(plan, [NONE, [(0, 0)]]) == ["only the first row of rank 1's shard or of each shard but the first"] or True
-    )
+    assert hints(plan, [NONE, [(0, 0)]]) == ["only the first row of rank 1's shard"]
+    assert hints(plan, [NONE, [(2, 7)]]) == ["only from position 11 on, row 11 of the batch"]
 
 
 def test_data_parallel_ranks_and_adapters():
