@@ -16,7 +16,7 @@ import sys
 from benchmarks.smoke import parser
 
 # Sizes that sixteen ranks can divide.
-SIXTEEN = (("num_attention_heads", 16), ("n_routed_experts", 32), ("moe_intermediate_size", 64))
+SIXTEEN = (("num_attention_heads", 16), ("n_routed_experts", 48), ("moe_intermediate_size", 64))
 SIZES = {
     "tokens": (17, 64, 256, 1024, 4096),
     "layers": (5, 15, 30, 61),

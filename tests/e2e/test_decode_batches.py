@@ -123,7 +123,10 @@ def test_a_rank_that_fails_in_a_draft_step_is_told_with_the_step():
         (["--requests", "3@4@5"], "'3@4@5' is no list of new@cached tokens"),
         (["--tokens", "3", "--previous", "1@3"], "'1@3' is no list of whole numbers"),
         (["--tokens", "3", "--generate", "-1"], "--generate must be 0 or more, not -1"),
-        (["--tokens", "3", "--set", "num_nextn_predict_layers=0"], "--mtp-steps 1 needs an MTP layer"),
+        (
+            ["--tokens", "3", "--set", "num_nextn_predict_layers=0", "--mtp-steps", "1"],
+            "--mtp-steps 1 needs an MTP layer",
+        ),
     ],
 )
 def test_one_sentence_and_exit_2(words, sentence):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import optimized.loader
 import optimized.sp
+from optimized.experts import FusedExperts
 from spcheck.case import NUMERICS, Case
 from spcheck.report.json import to_json
 from spcheck.report.text import to_text
@@ -148,20 +148,27 @@ def test_an_expert_that_gets_no_row_hides_a_fault_and_is_named(monkeypatch):
     slots = json.loads(to_json(healthy))["not_exercised"]["expert_slots"]
     assert 0 < slots["count"] == len(slots["names"]) < slots["of"] == 16
     assert f"not exercised {slots['count']} of 16 expert slots without a row" in to_text(healthy)
-    plain = optimized.loader.Loader.stacked
+    plain_init, plain_forward = FusedExperts.__init__, FusedExperts.forward
+
+    def init(self, loader, experts, channels):
+        plain_init(self, loader, experts, channels)
+        self.layer = loader.prefix.removesuffix(".")
 
     def doubled(scaled):
-        def stacked(self, names, block, dim):
-            factors = [2.0 if self.prefix + name in scaled else 1.0 for name in names]
-            return plain(self, names, block, dim) * torch.tensor(factors, dtype=self.dtype)[:, None, None]
+        """Not their weights, which are compared by themselves, but what these experts make of them."""
 
-        return stacked
+        def forward(self, hidden, ids, weights):
+            factors = torch.tensor([2.0 if f"{self.layer}.{e}" in scaled else 1.0 for e in range(8)] + [1.0])
+            return plain_forward(self, hidden, ids, weights * factors.to(weights.dtype)[ids])
 
-    down = {f"{name}.down_proj.weight" for name in slots["names"]}
-    monkeypatch.setattr(optimized.loader.Loader, "stacked", doubled(down))
+        return forward
+
+    unused = set(slots["names"])
+    monkeypatch.setattr(FusedExperts, "__init__", init)
+    monkeypatch.setattr(FusedExperts, "forward", doubled(unused))
     assert compared(model=str(GOLDEN), requests=((3,),)).verdict.outcome == "EQUAL"
-    used = {f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(8)} - down
-    monkeypatch.setattr(optimized.loader.Loader, "stacked", doubled(used))
+    used = {f"model.layers.1.mlp.experts.{e}" for e in range(8)} - unused
+    monkeypatch.setattr(FusedExperts, "forward", doubled(used))
     assert compared(model=str(GOLDEN), requests=((3,),)).verdict.outcome == "DIVERGED"
 
 
