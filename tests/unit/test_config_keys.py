@@ -112,8 +112,8 @@ def test_what_transformers_writes(kind):
 
 
 def test_an_override_of_a_nested_key(raw):
-    assert parse_config(raw, {"rope_scaling.mscale_all_dim": 0.5}).yarn == YarnConfig(8, 512, 32, 1, 1.0, 0.5)
-    assert raw["rope_scaling"]["mscale_all_dim"] == 1.0
+    assert parse_config(raw, {"rope_scaling.mscale_all_dim": 0.5}).yarn == YarnConfig(6, 512, 32, 1, 0.9, 0.5)
+    assert raw["rope_scaling"]["mscale_all_dim"] == 1.2
     block = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 512}
     newer = {k: v for k, v in raw.items() if not k.startswith("rope_")} | {"rope_parameters": block}
     config = parse_config(newer, {"rope_parameters.factor": 4, "rope_parameters.rope_theta": 700.0})
@@ -165,12 +165,12 @@ def test_overrides_that_are_refused(raw, settings, sentence):
 
 
 def test_what_repeats_an_overridden_key_follows(raw):
-    raw |= {"num_local_experts": 24, "qk_head_dim": 24, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}
-    settings = {"num_attention_heads": 6, "n_routed_experts": 12, "v_head_dim": 10, "qk_nope_head_dim": 18}
+    raw |= {"num_local_experts": 24, "qk_head_dim": 26, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}
+    settings = {"num_attention_heads": 6, "n_routed_experts": 48, "v_head_dim": 12, "qk_nope_head_dim": 16}
     config = parse_config(raw, settings | {"num_hidden_layers": 4})
-    assert (config.num_attention_heads, config.n_routed_experts, config.num_hidden_layers) == (6, 12, 4)
+    assert (config.num_attention_heads, config.n_routed_experts, config.num_hidden_layers) == (6, 48, 4)
     with pytest.raises(ConfigError, match="mlp_layer_types contradicts"):
-        parse_config(raw | {"mlp_layer_types": ["dense"] * 5}, {"v_head_dim": 10})
+        parse_config(raw | {"mlp_layer_types": ["dense"] * 5}, {"v_head_dim": 12})
 
 
 def test_overrides_that_say_what_the_file_says(raw):

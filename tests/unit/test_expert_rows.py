@@ -16,6 +16,7 @@ PLAN = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, skip_padding=False))
 EXPERTS, CHOSEN = PLAN.config.n_routed_experts, PLAN.config.num_experts_per_tok
 MLP = "model.layers.2.mlp"
 TAPS = {f"{MLP}.gate.choose.out": Tap(f"{MLP}.gate.choose", "out", 0, "Shard(0)", "set")}
+LEAST = list(range(CHOSEN))
 BEST = list(range(EXPERTS - 1, EXPERTS - 1 - CHOSEN, -1))
 
 
@@ -31,8 +32,8 @@ def rising(rows):
 
 
 def test_real_rows_are_left_out_and_counts_are_by_expert_and_rank():
-    (entry,) = entries(tensor([[0, 1, 2, 3], BEST, [0, 1, 2, EXPERTS - 1]]))
-    assert [entry["counts"][e] for e in (0, 1, 2, 3)] == [1, 1, 1, 0]
+    (entry,) = entries(tensor([LEAST, BEST, [*LEAST[:-1], EXPERTS - 1]]))
+    assert [entry["counts"][e] for e in LEAST] == [1] * (CHOSEN - 1) + [0]
     assert entry["counts"][EXPERTS - 1] == 2
     assert entry["to_rank"] == [1, 2]
     assert sum(entry["counts"]) == 2 * CHOSEN
@@ -46,7 +47,7 @@ def test_the_order_of_the_ids_is_free_and_another_id_is_not():
     chosen = tensor([BEST, BEST, BEST])
     (entry,) = entries(chosen, chosen.flip(1), rising(3))
     assert (entry["sent"], entry["chosen"]) == (None, None)
-    other = tensor([[0, 1, 2, 3], BEST, [0, *BEST[1:]]])
+    other = tensor([LEAST, BEST, [0, *BEST[1:]]])
     (entry,) = entries(chosen, other, rising(3))
     assert entry["sent"] == {"row": 1, "wanted": BEST, "found": [0, *BEST[1:]]}
     (entry,) = entries(other, other, rising(3))
@@ -54,7 +55,7 @@ def test_the_order_of_the_ids_is_free_and_another_id_is_not():
 
 
 def test_scores_that_are_no_numbers_choose_what_they_like():
-    (entry,) = entries(tensor([BEST, [0, 1, 2, 3]]), scores=rising(2) * tensor([[1.0], [math.nan]]))
+    (entry,) = entries(tensor([BEST, LEAST]), scores=rising(2) * tensor([[1.0], [math.nan]]))
     assert entry["chosen"] is None
 
 

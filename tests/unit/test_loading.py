@@ -53,7 +53,7 @@ class NarrowGate(Gate):
 
 def test_a_bias_that_was_rounded_on_the_way_is_found():
     case = Case(tp=2, requests=((3,),), mtp_steps=0, numerics="float64")
-    with mock.patch.object(spcheck.worker.weights, "_random_weights", FineBias):
+    with mock.patch.object(spcheck.worker.weights, "_random_weights", lambda config, seed, _: FineBias(config, seed)):
         assert compare_case(case).parameters.breaches == ()
         with mock.patch.object(optimized.moe, "Gate", NarrowGate):
             verdict = compare_case(case).verdict

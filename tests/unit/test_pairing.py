@@ -28,9 +28,9 @@ def test_a_forward_that_did_not_run_is_one_finding():
 def test_each_forward_and_each_side_is_told_by_itself():
     found, _ = findings(alone("model.layers.5.a"), alone("model.layers.5.a", call=0), alone("b", "candidate", call=0))
     assert [f.message for f in found] == [
-        "draft step 1 did not run in the candidate: 1 probe unpaired",
         "model.layers.5.a (draft step 0) was seen in the reference only",
         "b (draft step 0) was seen in the candidate only",
+        "draft step 1 did not run in the candidate: 1 probe unpaired",
     ]
 
 
