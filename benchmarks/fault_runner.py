@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -21,13 +20,10 @@ import torch
 
 from spcheck.case import Case
 from spcheck.cli import diff
-from spcheck.errors import SpcheckError
-from spcheck.failure import internal_error
-from spcheck.launch.parent import failure_sentence
-from spcheck.launch.ranks import run_threads
+from spcheck.errors import HostFailed, SpcheckError
+from spcheck.launch.threads import ThreadHost
 from spcheck.options import case_of
-from spcheck.plan import make_plan
-from spcheck.verdict import conclude
+from spcheck.run import run
 from spcheck.worker.built import EnginePool
 from tests.matrix.decoding import DECODING
 from tests.matrix.prompts import PROMPTS
@@ -52,17 +48,16 @@ def sweep() -> list[dict[str, Any]]:
 
 def answer(case: Case, pool: EnginePool, seconds: float) -> Answer:
     """Runs one case; threads that hang for ``seconds`` are reported by the tool itself."""
-    plan = make_plan(case)
-    reports = run_threads(plan, pool, deadline=time.monotonic() + seconds)
-    if broken := internal_error(reports):
-        return {"error": f"internal error: {broken[0]}"}
-    comparison = conclude(plan, reports, {}, failure_sentence(reports))
+    try:
+        comparison = run(case, ThreadHost(pool, seconds))
+    except HostFailed as broken:
+        return {"error": f"internal error: {broken}"}
     at = comparison.verdict.first_divergence
     return {
         "outcome": comparison.verdict.outcome,
         "first": None if at is None else f"{at['probe']}#{at['call']}",
         "text": [f"{f.kind}  {f.message}" for f in comparison.verdict.findings],
-        "case": plan.case.id,
+        "case": comparison.plan.case.id,
     }
 
 

@@ -49,10 +49,9 @@ CASE = """
 import json, resource, sys, time, torch
 torch.set_num_threads(1)
 from spcheck.case import Case
-from spcheck.launch.parent import failure_sentence
-from spcheck.launch.ranks import run_threads
+from spcheck.launch.threads import ThreadHost
 from spcheck.plan import make_plan
-from spcheck.verdict import conclude
+from spcheck.run import run_once
 from spcheck.worker.built import EnginePool
 from spcheck.worker.side import Side
 prefill, run = [0.0], Side.run
@@ -64,12 +63,11 @@ def timed(side, phase):
 Side.run = timed
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 plan = make_plan(Case.from_json(json.loads(sys.argv[1])))
-pool = EnginePool(limit=64)
-run_threads(plan, pool)
+host = ThreadHost(EnginePool(limit=64))
+host.run(plan)
 start, prefill[0] = time.perf_counter(), 0.0
-reports = run_threads(plan, pool)
+outcome = run_once(plan, host).verdict.outcome
 seconds = time.perf_counter() - start - prefill[0] / plan.case.ranks
-outcome = conclude(plan, reports, {}, failure_sentence(reports)).verdict.outcome
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps([seconds, (peak - before) / 1024, outcome]))
 """

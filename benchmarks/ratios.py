@@ -17,10 +17,10 @@ import torch
 from benchmarks.smoke import parser
 from spcheck.case import Case
 from spcheck.comm.loopback import run_loopback
-from spcheck.launch.ranks import run_threads
+from spcheck.launch.threads import ThreadHost
 from spcheck.plan import make_plan
+from spcheck.run import run_once
 from spcheck.subject import load_subject
-from spcheck.verdict import conclude
 from spcheck.worker.built import EnginePool, build_bare, own_groups
 from spcheck.worker.script import Script
 
@@ -67,14 +67,14 @@ class Pair:
 
     def __init__(self, **options):
         self.plan = make_plan(Case(**{"requests": ((17,),), "tp": 2, "backend": "loopback", **options}))
-        self.pool = EnginePool(limit=2 * self.plan.case.tp)
+        self.host = ThreadHost(EnginePool(limit=2 * self.plan.case.tp))
         self.bare = {}  # (rank, side) -> engine and its communicators
-        self.outcome = conclude(self.plan, run_threads(self.plan, self.pool), {}, None).verdict.outcome
+        self.outcome = run_once(self.plan, self.host).verdict.outcome
         self.unprobed()
 
     def checked(self):
         start = time.perf_counter()
-        run_threads(self.plan, self.pool)
+        self.host.run(self.plan)
         return time.perf_counter() - start
 
     def unprobed(self):

@@ -26,10 +26,9 @@ from fixtures.mutants import edited
 from optimized.attention import MLAAttention, Softmax
 from spcheck.case import Case
 from spcheck.exact import exact_bound, point_of
-from spcheck.launch.parent import failure_sentence
-from spcheck.launch.ranks import run_threads
+from spcheck.launch.threads import ThreadHost
 from spcheck.plan import make_plan
-from spcheck.verdict import conclude
+from spcheck.run import run_once
 from spcheck.worker.built import EnginePool
 
 SEEDS = (0, 1, 2)
@@ -127,9 +126,7 @@ def compared_after_the_snap_only():
 
 
 def compared(pool=None, **options):
-    plan = make_plan(Case(backend="loopback", **options))
-    reports = run_threads(plan, pool)
-    return conclude(plan, reports, {}, failure_sentence(reports))
+    return run_once(make_plan(Case(backend="loopback", **options)), ThreadHost(pool))
 
 
 def seen(fault, seeds, *, after_only):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from spcheck.output import JsonTarget, echo, progress, wants_color, width
 from spcheck.printable import sentence
 
 if TYPE_CHECKING:
-    from spcheck.plan import Plan
     from spcheck.verdict import Comparison
 
 _INTERRUPTED = 130
@@ -100,17 +98,12 @@ def diff(json_target: str | None, verbose: bool, quiet: bool, collectives: bool,
 
 
 def _compare(case: Case) -> Comparison:
-    from spcheck.launch.parent import run_case
-    from spcheck.plan import make_plan
+    from spcheck.launch.parent import ProcessHost, terminable
+    from spcheck.run import run
 
-    plan: Plan = make_plan(case)
-    with progress(_STEPS, quiet=click.get_current_context().params["quiet"]) as say:
-        log = run_case(case, say)
-        say("judging")
-        from spcheck.verdict import conclude
-
-        comparison = conclude(plan, log.reports, log.environment, log.failure)
-    return _compare(replace(case, grid="B")) if comparison.wants_coarser_grid else comparison
+    quiet = click.get_current_context().params["quiet"]
+    with terminable(), progress(_STEPS, quiet=quiet) as say, ProcessHost() as host:
+        return run(case, host, say)
 
 
 def _show(comparison: Comparison, target: JsonTarget | None, *, quiet: bool, **shown: bool) -> None:

@@ -17,7 +17,7 @@ import click
 from spcheck.errors import UsageError
 
 if TYPE_CHECKING:
-    from spcheck.launch.parent import Progress
+    from spcheck.launch.interface import Progress
 
 
 class JsonTarget:

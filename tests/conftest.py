@@ -5,9 +5,10 @@ import gc
 import torch
 
 from spcheck.case import Case
-from spcheck.launch.ranks import run_threads
+from spcheck.launch.threads import ThreadHost
 from spcheck.plan import make_plan
-from spcheck.verdict import Comparison, conclude
+from spcheck.run import run_once
+from spcheck.verdict import Comparison
 from spcheck.worker.built import EnginePool
 
 torch.set_num_threads(1)
@@ -15,8 +16,5 @@ gc.freeze()  # as the host does: torch's own objects are not visited by every co
 
 
 def compare_case(case: Case, pool: EnginePool | None = None) -> Comparison:
-    from spcheck.launch.parent import failure_sentence
-
-    plan = make_plan(case)
-    reports = run_threads(plan, pool)
-    return conclude(plan, reports, {"backend": "loopback"}, failure_sentence(reports))
+    """On the grid that the case asks for, in this process."""
+    return run_once(make_plan(case), ThreadHost(pool))

@@ -52,6 +52,7 @@ LAYERS = [
     },
     {"spcheck.exercised", "spcheck.findings"},
     {"spcheck.verdict", "spcheck.launch"},
+    {"spcheck.run"},
     {"spcheck.doctor"},
     {"spcheck.report"},
     {"spcheck.output", "spcheck.internal", "spcheck.options"},
@@ -67,6 +68,7 @@ TORCH_FREE = {
     "spcheck.doctor.torch_facts",
     "spcheck.doctor.trial",
     "spcheck.exercised",
+    "spcheck.launch.interface",
     "spcheck.launch.parent",
     "spcheck.report.accounting",
     "spcheck.report.doctor",
@@ -74,6 +76,7 @@ TORCH_FREE = {
     "spcheck.report.json",
     "spcheck.report.probes",
     "spcheck.report.text",
+    "spcheck.run",
     "spcheck.verdict",
 }
 

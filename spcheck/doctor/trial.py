@@ -10,9 +10,8 @@ from spcheck.case import Case
 from spcheck.doctor.machine import Machine, look
 from spcheck.doctor.torch_facts import Torch, ask
 from spcheck.errors import SpcheckError
-from spcheck.launch.parent import run_case
-from spcheck.plan import make_plan
-from spcheck.verdict import conclude
+from spcheck.launch.parent import ProcessHost, terminable
+from spcheck.run import run
 
 _RANKS = 2
 _TOKENS = 3  # the smallest step that two ranks share unevenly
@@ -82,17 +81,13 @@ def _why_no_nccl(torch: Torch) -> str | None:
     return None if torch.gpus else "it needs one GPU per rank, and torch finds none"
 
 
-def _silent(text: str, *, again: bool = False) -> None:
-    """Of the trials' own steps nothing is said."""
-
-
 def attempt(name: str, ranks: int) -> Backend:
     """Runs the case."""
     start = time.monotonic()
     case = Case(requests=((_TOKENS,),), tp=ranks, backend=name)
     try:
-        log = run_case(case, _silent)
-        verdict = conclude(make_plan(case), log.reports, log.environment, log.failure).verdict
+        with terminable(), ProcessHost() as host:
+            verdict = run(case, host).verdict
     except SpcheckError as error:
         return Backend(name, ranks, outcome="FAILED", problem=str(error), seconds=time.monotonic() - start)
     problem = verdict.findings[0].message if verdict.findings else None

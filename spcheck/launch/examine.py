@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from spcheck.comm.trace import SIZE, Trace
@@ -14,19 +13,32 @@ from spcheck.launch.reports import overdue
 from spcheck.launch.stacks import StackFile
 
 
-@contextmanager
-def trace_file(ranks: int) -> Iterator[int]:
-    """A file for the traces of all ranks, as a descriptor for the host to inherit."""
-    with nameless_file() as file:
-        os.ftruncate(file.fileno(), ranks * SIZE)
-        yield file.fileno()
+class TraceFile:
+    """A file for the traces of all ranks of one case after the other; ``handle`` is for the host to inherit."""
+
+    def __init__(self) -> None:
+        self._file = nameless_file()
+
+    @property
+    def handle(self) -> int:
+        """The descriptor."""
+        return self._file.fileno()
+
+    def fresh(self, ranks: int) -> list[Trace]:
+        """Empty traces of so many ranks; those of an earlier case are gone."""
+        os.ftruncate(self.handle, 0)
+        os.ftruncate(self.handle, ranks * SIZE)
+        return [Trace(self.handle, rank) for rank in range(ranks)]
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._file.close()
 
 
 def examine(
-    file: int, ranks: int, stack: StackFile | None, host: subprocess.Popen[bytes], why: str
+    traces: Sequence[Trace], stack: StackFile | None, host: subprocess.Popen[bytes], why: str
 ) -> list[dict[str, Any]]:
     """One report per rank, empty where none of them began. ``stack`` is where a host with threads answers."""
-    traces = [Trace(file, rank) for rank in range(ranks)]
     seen = [trace.read() for trace in traces]
     if not any(trace["began"] for trace in seen):
         return []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,25 +27,47 @@ def nameless_file() -> IO[Any]:
         raise _no_folder(error) from error
 
 
-@contextmanager
-def meeting_place() -> Iterator[tuple[Path, tuple[int, ...]]]:
-    """Where forked ranks find each other, for a FileStore, and the descriptors that a child process must inherit.
+class MeetingPlace:
+    """Where forked ranks find each other, for a FileStore: a new place for each case.
+
+    ``handles`` are the descriptors that a child process must inherit.
 
     Raises:
         UsageError: it needs a temporary folder and there is none.
     """
-    if _in_memory():
-        with nameless_file() as file:
-            yield _HANDLES / str(file.fileno()), (file.fileno(),)
-        return
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._file = nameless_file() if _in_memory() else None
+        self._folder = _private_folder() if self._file is None else None
+
+    @property
+    def handles(self) -> tuple[int, ...]:
+        """To be inherited."""
+        return () if self._file is None else (self._file.fileno(),)
+
+    def fresh(self) -> Path:
+        """An empty place; ranks of an earlier case must have ended."""
+        self._number += 1
+        if self._folder is not None:
+            return self._folder / f"rendezvous-{self._number}"
+        (handle,) = self.handles
+        os.ftruncate(handle, 0)
+        return _HANDLES / str(handle)
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        if self._file is not None:
+            self._file.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> Path:
     try:
-        folder = Path(tempfile.mkdtemp(prefix="spcheck-"))  # mkdtemp's mode is 0700
+        return Path(tempfile.mkdtemp(prefix="spcheck-"))  # mkdtemp's mode is 0700
     except OSError as error:
         raise _no_folder(error) from error
-    try:
-        yield folder / "rendezvous", ()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _in_memory() -> bool:

@@ -74,6 +74,10 @@ class EnginePool:
         self._limit = limit
         self._engines: dict[tuple[object, ...], Built] = {}
 
+    def keep(self, limit: int) -> None:
+        """Changes how many engines are kept."""
+        self._limit = limit
+
     def take(self, key: tuple[object, ...]) -> Built | None:
         """An engine that nobody uses, or None. A case that fails never gives it back."""
         return self._engines.pop(key, None)

@@ -4,16 +4,13 @@ import pytest
 
 from fixtures.mutants import MUTANTS
 from spcheck.case import Case
-from spcheck.launch.ranks import run_threads
-from spcheck.plan import make_plan
-from spcheck.verdict import conclude
+from tests.conftest import compare_case
 
 
 def verdict_of(layers, **options):
     overrides = (("num_hidden_layers", layers),)
     case = Case(requests=((17,),), tp=2, overrides=overrides, numerics="float32", backend="loopback", **options)
-    plan = make_plan(case)
-    return conclude(plan, run_threads(plan), {}, None).verdict
+    return compare_case(case).verdict
 
 
 @pytest.mark.parametrize(("layers", "seed"), [(16, 2), (61, 0)])

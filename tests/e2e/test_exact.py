@@ -17,7 +17,9 @@ from spcheck.case import Case
 from spcheck.contracts.exactness import norms_by_dp_rank, reference_norms
 from spcheck.exact import GRIDS, STEP_BOUND, points
 from spcheck.launch.ranks import run_threads
+from spcheck.launch.threads import ThreadHost
 from spcheck.plan import make_plan
+from spcheck.run import run_once
 from spcheck.verdict import conclude
 from spcheck.worker.snap import Snapper, snap
 from tests.conftest import compare_case
@@ -103,7 +105,7 @@ def twins_compared():
     """The reference against itself: the same bits on every machine, whatever is snapped. No command asks for this."""
     plan = make_plan(Case(backend="loopback", **CASES[0]))
     plan = dataclasses.replace(plan, candidate=dataclasses.replace(plan.reference, role="candidate"))
-    return conclude(plan, run_threads(plan), {}, None)
+    return run_once(plan, ThreadHost())
 
 
 def unequal_kinds(comparison):

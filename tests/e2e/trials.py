@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 import spcheck.comm.process as process
 from spcheck.case import Case
 from spcheck.failure import explain, failure_sentence
-from spcheck.launch.files import meeting_place
+from spcheck.launch.files import MeetingPlace
 from spcheck.launch.ranks import run_processes, run_threads
 from spcheck.plan import make_plan
 from spcheck.report.json import to_json
@@ -127,8 +127,8 @@ class Planned:
 def run(plan, backend, deadline):
     if backend == "loopback":
         return run_threads(plan, deadline=deadline)
-    with meeting_place() as (store, _):
-        return run_processes(plan, backend, store, deadline)
+    with closing(MeetingPlace()) as meeting:
+        return run_processes(plan, backend, meeting.fresh(), deadline)
 
 
 def children():

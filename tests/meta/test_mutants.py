@@ -6,16 +6,15 @@ import pytest
 
 from fixtures.mutants import MUTANTS, Mutant
 from spcheck.case import Case
-from spcheck.launch.parent import failure_sentence
-from spcheck.launch.ranks import run_threads
+from spcheck.launch.threads import ThreadHost
 from spcheck.plan import make_plan
 from spcheck.verdict import conclude
 
 
 def run(options):
     plan = make_plan(Case(**{"backend": "loopback", **options}))
-    reports = run_threads(plan)
-    return reports, conclude(plan, reports, {}, failure_sentence(reports))
+    log = ThreadHost().run(plan)
+    return log.reports, conclude(plan, log.reports, log.environment, log.failure)
 
 
 @lru_cache(maxsize=32)

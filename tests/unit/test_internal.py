@@ -3,6 +3,7 @@
 import os
 import stat
 import tempfile
+from contextlib import closing
 
 import pytest
 
@@ -56,8 +57,10 @@ def no_files_in_memory(monkeypatch):
 @pytest.mark.usefixtures("no_files_in_memory")
 def test_a_private_folder_where_there_are_no_files_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with files.meeting_place() as (store, inherited), files.nameless_file() as file:
-        assert inherited == ()
+    with closing(files.MeetingPlace()) as meeting, files.nameless_file() as file:
+        store = meeting.fresh()
+        assert meeting.handles == ()
+        assert store != meeting.fresh(), "each case has a place of its own"
         assert stat.S_IMODE(store.parent.stat().st_mode) == 0o700
         file.write(b"x")
         assert list(tmp_path.iterdir()) == [store.parent]
@@ -67,12 +70,15 @@ def test_a_private_folder_where_there_are_no_files_in_memory(tmp_path, monkeypat
 @pytest.mark.usefixtures("no_files_in_memory")
 def test_no_usable_temporary_folder_is_a_usage_error(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
-    for made in (files.nameless_file, lambda: files.meeting_place().__enter__()):
+    for made in (files.nameless_file, files.MeetingPlace):
         with pytest.raises(UsageError, match="no temporary file can be made"):
             made()
 
 
 def test_a_file_in_memory_is_met_in_by_its_handle():
-    with files.meeting_place() as (store, (handle,)):
-        store.write_text("met")
+    with closing(files.MeetingPlace()) as meeting:
+        (handle,) = meeting.handles
+        meeting.fresh().write_text("met")
         assert os.pread(handle, 3, 0) == b"met"
+        meeting.fresh()
+        assert os.pread(handle, 3, 0) == b"", "the next case must not read what this one left"
