@@ -36,8 +36,10 @@ def read_config(path: Path) -> object:
         raise
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {error}") from error
+    except ValueError as error:  # Python reads no whole number of so many digits
+        raise ConfigError(f"{file} holds a whole number of too many digits") from error
 
 
 def _without_twins(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

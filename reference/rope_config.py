@@ -56,7 +56,10 @@ def rope_settings(raw: Mapping[str, Any]) -> dict[str, object]:
 def _settings(raw: Mapping[str, Any], block: object, name: str) -> dict[str, object]:
     if not isinstance(block, dict):
         raise ConfigError(f"{name} must be an object, not {quoted(block)}")
-    kind = block.get("rope_type") or block.get("type") or "default"
+    kinds = {key: block[key] for key in ("rope_type", "type") if block.get(key) is not None}
+    kind = next(iter(kinds.values()), "default")
+    if any(other != kind for other in kinds.values()):
+        raise ConfigError(f"rope_type {quoted(kind)} of {name} contradicts type {quoted(block['type'])}")
     if kind not in ("yarn", "default"):
         raise ConfigError(f"{name} type {quoted(kind)} is not supported (default, yarn)")
     _check_keys(block, name)

@@ -129,6 +129,11 @@ def check_settings(case: Case) -> None:
         raise UsageError(f"--dp {case.dp} x --tp {case.tp} = {case.ranks} ranks are more than {LARGEST_WORLD}")
     if case.reference_world not in (None, 1, case.tp):
         raise UsageError(f"--reference-world must be 1 or the candidate's {case.tp}, not {case.reference_world}")
+    if case.weights == "outliers" and case.numerics == "float32":
+        raise UsageError(
+            "--weights outliers cannot be judged in float32: its rounding is larger than the bound; "
+            "use --numerics exact or float64"
+        )
     if case.grid != "auto" and case.numerics != "exact":
         raise UsageError(f"--grid {case.grid} is for --numerics exact, not {case.numerics}")
     limits = (("--lora-rank", case.lora_rank, 512), ("--lora-adapters", case.lora_adapters, 64))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spcheck.generation import Generation
-from spcheck.notes import idle_settings
+from spcheck.notes import idle_settings, padded_rows
 from spcheck.phases import Phase
 from spcheck.plan import Plan
 
@@ -36,12 +36,14 @@ class Missed:
 class NotExercised:
     """What did not happen in a run that came to its end.
 
+    ``padded_rows`` has an entry where a side pads and no forward of the case had a padded row, the usual place of bugs.
     ``expert_slots`` are experts without a row, in layers that ran. ``sparse_choice`` are indexers that kept every key
     in all forwards, and ``top_k_skip`` those that had to choose in all of them: a forward in which no row has more than
     ``index_topk`` keys may leave the choice out. ``drafts_accepted`` are places among the drafts of a step of which
     none was ever accepted, where the case generates. ``settings`` are options and config keys that changed nothing.
     """
 
+    padded_rows: Missed
     expert_slots: Missed
     sparse_choice: Missed
     top_k_skip: Missed
@@ -55,6 +57,7 @@ def not_exercised(plan: Plan, reports: Reports, generation: Generation | None) -
     used = _used_layers(plan)
     kept_all, always_chose = _indexers(plan, used)
     return NotExercised(
+        padded_rows=_padded_rows(plan),
         expert_slots=_expert_slots(plan, reports, used),
         sparse_choice=kept_all,
         top_k_skip=always_chose,
@@ -80,6 +83,13 @@ def _compared(plan: Plan) -> Iterator[Phase]:
     """The forwards of all data-parallel ranks that have a row and are compared."""
     for phases in plan.phases:
         yield from (phase for phase in phases if phase.probed and phase.real)
+
+
+def _padded_rows(plan: Plan) -> Missed:
+    if all(side.plain for _, side in plan.sides):
+        return Missed()
+    padded = any(padded_rows(plan, phase) for phase in _compared(plan))
+    return Missed(() if padded else ("padded rows",), 1)
 
 
 def _expert_slots(plan: Plan, reports: Reports, used: Sequence[int]) -> Missed:

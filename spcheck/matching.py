@@ -19,6 +19,7 @@ from spcheck.plan import Plan
 Sketch = Sequence[float]
 
 _CLOSE = {"exact": 1e-9, "float64": 1e-9, "float32": 1e-4}
+_CANCELS = 1e-6  # of what rows are apart by: what may be left where parts of them only changed places
 _CHANCE = 0.02  # of ids that match without a reason: more than that tells nothing
 _MOST = 0.5  # of the wrong rows: fewer sources are no pattern
 
@@ -173,9 +174,9 @@ def _sums(sketches: Sequence[_Wrong], expected: Mapping[ForwardRow, Sketch], clo
         return None
     if shift := _added(sketches, expected, close):
         return f"the row {abs(shift)} {'later' if shift > 0 else 'before'} is added to each"
-    scale = sum(x.sketch[0] for x in sketches)
-    gaps = [math.fsum(x.sketch[i] - expected[x.row][i] for x in sketches) for i in (1, 2)]
-    if all(abs(gap) <= close * scale for gap in gaps):
+    apart = [[x.sketch[i] - expected[x.row][i] for x in sketches] for i in (1, 2)]
+    # Against what the rows are apart by, not against their size: small differences would cancel in any sum.
+    if all(abs(math.fsum(gaps)) <= _CANCELS * math.fsum(map(abs, gaps)) for gaps in apart):
         return "their sum is right: parts of rows went to other rows?"
     return None
 

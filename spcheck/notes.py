@@ -106,6 +106,11 @@ def _packed(plan: Plan) -> list[SidePlan]:
     return [side for _, side in plan.sides if not side.plain]
 
 
+def padded_rows(plan: Plan, phase: Phase) -> int:
+    """Rows of a forward that are no token, on the side that has most of them; a plain side has none."""
+    return max((_rows_of(side, phase, plan.case.tp) - phase.real for side in _packed(plan)), default=0)
+
+
 def _rows_of(side: SidePlan, phase: Phase, tp: int) -> int:
     """Rows of one forward of a side on a data-parallel rank, padded ones included."""
     return phase.shard_rows(tp) * tp if side.sharded else phase.padded

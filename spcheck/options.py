@@ -157,7 +157,7 @@ _OPTIONS = [
     click.option("--scheme", type=click.Choice(SCHEMES), default="auto", show_default=True,
                  help="Candidate's dataflow."),
     click.option("--require-scheme", type=click.Choice(SCHEMES[1:]), help="Exit 3 unless this scheme ran."),
-    click.option("--mtp-steps", type=int, show_default="1, or 0 for a model without MTP layers",
+    click.option("--mtp-steps", type=int, show_default="1; 0 without MTP layers",
                  help="Tokens that every step drafts."),
     click.option("--aux-layers", callback=_numbers, metavar="I,I,...", default="none", show_default=True,
                  help="Layers whose input is kept as an auxiliary hidden state (EAGLE-style drafters)."),

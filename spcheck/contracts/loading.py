@@ -18,20 +18,28 @@ Log = Mapping[str, Any]
 
 def check_parameters(plan: Plan, reports: Reports) -> Checked:
     """What every rank found when it compared its parameters, and whether ranks that hold the same agree."""
-    checked, breaches = 0, []
+    checked = 0
+    breaches: list[Breach] = []
     for subject, side in plan.sides:
         logs = {report["rank"]: report[subject] for report in reports if "loading" in report.get(subject, {})}
         for rank, log in logs.items():
             checked += log["loading"]["checked"]
-            breaches += [_breach(subject, rank, fault) for fault in log["loading"]["faults"]]
             breaches += _unknown(plan, side, rank, log)
+        breaches += _faults(subject, logs)
         breaches += _other_replicas(plan, subject, logs)
     return Checked(checked, first_of_each_place(breaches))
 
 
-def _breach(subject: str, rank: int, fault: Log) -> Breach:
-    name = fault["parameter"]
-    return Breach(RULE, f"{name} {_sentence(fault, rank)}", subject, name, None, rank)
+def _faults(subject: str, logs: Mapping[int, Log]) -> Iterator[Breach]:
+    """One for each parameter: what is wrong on the first rank, and on which other ranks it is wrong as well."""
+    found: dict[str, list[tuple[int, Log]]] = {}
+    for rank, log in sorted(logs.items()):
+        for fault in log["loading"]["faults"]:
+            found.setdefault(fault["parameter"], []).append((rank, fault))
+    for name, ((rank, fault), *others) in found.items():
+        ranks = ", ".join(str(other) for other, _ in others)
+        also = f"; on rank{'s' if len(others) > 1 else ''} {ranks} too" if others else ""
+        yield Breach(RULE, f"{name} {_sentence(fault, rank)}{also}", subject, name, None, rank)
 
 
 def _sentence(fault: Log, rank: int) -> str:

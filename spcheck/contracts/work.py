@@ -109,7 +109,8 @@ class _Work:
         if wrong and by_expert:
             e = wrong[0]
             rule = " (padded rows skipped)" if skipped else f", and the gate {padding[e]} padded rows"
-            message = f"expert {e} computed {done[e]} rows{where}, the reference routed {wanted[e]} to it{rule}"
+            rows = f"{done[e]} row{'s' if done[e] != 1 else ''}"
+            message = f"expert {e} computed {rows}{where}, the reference routed {wanted[e]} to it{rule}"
         elif sum(done) != sum(wanted) + extra:
             message = f"{sum(done)} rows computed by all experts{where}, {sum(wanted) + extra} expected"
         else:

@@ -25,6 +25,8 @@ def exercised_lines(missed: NotExercised | None, plan: Plan) -> Iterator[str]:
 
 def _parts(missed: NotExercised, plan: Plan) -> Iterator[str]:
     topk = plan.config.index_topk
+    if missed.padded_rows.count:
+        yield "no row is padded"
     if slots := missed.expert_slots.count:
         yield f"{slots} of {missed.expert_slots.of} expert slots without a row"
     if missed.sparse_choice.count:

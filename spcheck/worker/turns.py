@@ -40,7 +40,9 @@ def turned(probe: str, e: Tensor, a: Tensor, at: Sequence[Row], config: ModelCon
     angles = [_angle(w[:, 0], g[:, 0]) for w, g in zip(wanted, got, strict=True)]
     positions = [position for _, position in at]
     offsets = [_offset(x, p, config, close) for x, p in zip(angles, positions, strict=True)]
-    return ["by", offsets[0]] if offsets[0] is not None and len(set(offsets)) == 1 else ["at"]
+    if offsets[0] is None or len(set(offsets)) > 1:
+        return ["at"]
+    return ["by", offsets[0]] if offsets[0] else None  # the pair that turns fastest is right: no other position
 
 
 def _pairs(x: Tensor, *, halves: bool) -> Tensor:

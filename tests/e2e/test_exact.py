@@ -154,7 +154,7 @@ def test_the_snap_of_weights_is_needed(rounded, monkeypatch):
     plain = optimized.subject.build
 
     def build(config, weights, *args, **options):
-        weights._stored = OneUlpOff(weights._stored)
+        weights.stored = OneUlpOff(weights.stored)
         return plain(config, weights, *args, **options)
 
     monkeypatch.setattr(optimized.subject, "build", build)
@@ -179,8 +179,8 @@ class OneUlpOff:
 
 
 class Unsnapped(spcheck.worker.weights.Snapped):
-    def tensor(self, name):
-        return self._stored.tensor(name).double()
+    def rounded(self, stored):
+        return stored.double()
 
 
 @pytest.mark.parametrize("module", ["self_attn.kv_b_proj", "self_attn.o_proj", "mlp.down_proj"])

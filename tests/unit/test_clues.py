@@ -108,6 +108,9 @@ def test_rows_that_are_turned_otherwise():
     assert clues(rotary(here.flip(0), "neighbours"), expected, probe, first=5)["turned"] == ["at"]
     assert clues(rotary(here + 3, "neighbours").float(), expected.float(), probe, first=5)["turned"] == ["by", 3]
     assert "turned" not in clues(1.5 * expected, expected, probe, first=5)
+    slow = expected.clone()
+    slow[:, 2:4] = slow[:, 2:4].flip(1) * torch.tensor([-1.0, 1.0])  # the second pair alone, a quarter turn further
+    assert "turned" not in clues(slow, expected, probe, first=5), "no other position turns that pair alone"
     swapped = expected.view(6, -1, CONFIG.qk_rope_head_dim).roll(1, -1).flatten(1)
     assert clues(swapped, expected, probe, first=5)["turned"] == ["pairs"]
 

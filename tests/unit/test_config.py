@@ -72,6 +72,8 @@ def test_overrides_come_last(raw):
         ({"rope_theta": 1}, "rope_theta must be more than 1"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "needs factor and original_max"),
+        ({"rope_scaling": {"rope_type": [], "type": "yarn"}}, "contradicts type 'yarn'"),
+        ({"rope_scaling": {"rope_type": []}}, "is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": "2"}}, "factor of rope_scaling must be a number"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 0, "original_max_position_embeddings": 9}},

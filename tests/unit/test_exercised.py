@@ -114,6 +114,24 @@ def test_no_step_that_generates():
     assert missed(generation=Generated([], steps=0), generate=2, mtp_steps=0).settings.names == ("--generate",)
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"requests": ((16,),)}, 1),
+        ({"requests": ((17,),)}, 0),
+        ({"requests": ((16,),), "pad_to": 24}, 0),
+        ({"requests": ((16,),), "mtp_steps": 2}, 0),  # a later draft step has one row
+        ({"requests": ((17,),), "scheme": "tp"}, 1),
+        ({"requests": ((17,),), "tp": 1}, 1),
+    ],
+)
+def test_a_case_without_a_padded_row_says_so(options, count):
+    found = missed(**options)
+    assert (found.padded_rows.count, found.padded_rows.of) == (count, 1)
+    text = " ".join(exercised_lines(found, plan_of(**options)))
+    assert ("no row is padded" in text) == bool(count)
+
+
 def test_the_lines_and_the_json():
     plan = plan_of(requests=((3,),), mtp_steps=0, padding_content="nan")
     found = not_exercised(plan, [], None)
@@ -138,5 +156,5 @@ def test_a_part_is_told_with_its_layers():
 
 def test_nothing_is_said_where_all_was_exercised():
     rows = [[[f"model.layers.{i}{GATE}", 0, [1] * 8, []] for i in (1, 2)]]
-    options = {"requests": ((17, 3),), "previous": ((2,),)}
+    options = {"requests": ((17, 4),), "previous": ((2,),)}
     assert list(exercised_lines(missed(rows, **options), plan_of(**options))) == []

@@ -132,6 +132,9 @@ def test_a_row_that_is_added_and_parts_that_went_elsewhere():
     moved = [[20.0, sketch(0)[1] + 5, sketch(0)[2] - 3], [20.0, sketch(1)[1] - 5, sketch(1)[2] + 3]]
     found = hints(plan, [[(0, 1)], NONE], sketches=[moved, None], marks=marks_of(plan))
     assert found == ["their sum is right: parts of rows went to other rows?"]
+    tiny = [[20.0, sketch(0)[1] + 5e-9, sketch(0)[2] - 3e-9], [20.0, sketch(1)[1] - 2e-9, sketch(1)[2] + 1e-9]]
+    found = hints(plan, [[(0, 1)], NONE], sketches=[tiny, None], marks=marks_of(plan))
+    assert "their sum is right: parts of rows went to other rows?" not in found, "they are small, and do not cancel"
 
 
 @pytest.mark.parametrize(

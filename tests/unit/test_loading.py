@@ -60,7 +60,7 @@ def test_a_bias_that_was_rounded_on_the_way_is_found():
     assert verdict.outcome == "DIVERGED"
     message = verdict.findings[0].message
     assert message.startswith("model.layers.2.mlp.gate.e_score_correction_bias differs from the checkpoint on rank 0: ")
-    assert " elements differ; it was rounded to float32 on the way (and " in message
+    assert " elements differ; it was rounded to float32 on the way; on rank 1 too (and " in message
 
 
 def test_a_plain_tensor_beside_the_parameters_is_no_fault():
@@ -85,7 +85,7 @@ def test_parameters_that_are_missing_and_unknown_are_named():
         comparison = compare_case(SMALL)
     names = {b.probe: b.message for b in comparison.parameters.breaches}
     name = "model.layers.0.self_attn.q_a_layernorm"
-    assert names[f"{name}.weight"] == f"{name}.weight differs from the checkpoint on rank 0: it is not there"
+    assert names[f"{name}.weight"] == f"{name}.weight differs from the checkpoint on rank 0: it is not there; on rank 1 too"
     said = f"{name}.gain differs from the checkpoint on rank 0: no tensor of it belongs there"
     assert names[f"{name}.gain"] == said
     assert comparison.memory.breaches == ()
@@ -166,3 +166,15 @@ def test_a_checksum_sees_what_is_written_and_what_is_put_in_its_place(dtype):
     assert slot.mark() not in (first, second)
     module.weight = nn.Parameter(torch.zeros(3, 5, device="meta", dtype=dtype))
     assert slot.mark() is None
+
+
+def test_a_parameter_that_is_wrong_on_several_ranks_names_them():
+    class Doubled(optimized.attention.RMSNorm):
+        def __init__(self, weight, eps):
+            super().__init__(2 * weight, eps)
+
+    with mock.patch.object(optimized.attention, "RMSNorm", Doubled):
+        findings = compare_case(SMALL).verdict.findings
+    assert findings[0].kind == "parameters"
+    assert " differs from the checkpoint on rank 0: " in findings[0].message
+    assert "; on rank 1 too" in findings[0].message

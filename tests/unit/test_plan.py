@@ -18,6 +18,7 @@ def case(**options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"weights": "outliers", "numerics": "float32"}, "--weights outliers cannot be judged in float32"),
         ({"tp": 0}, "--tp must be 1 or more"),
         ({"tp": 5}, "--tp 5 does not divide num_attention_heads 12"),
         ({"tp": 2, "overrides": (("n_routed_experts", 21), ("n_group", 3), ("topk_group", 2))},
