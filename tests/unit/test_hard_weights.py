@@ -98,7 +98,7 @@ def test_a_vocabulary_of_one_and_experts_of_odd_number():
 def test_a_case_gets_the_weights_it_asks_for(kind):
     config, plain = plain_of()
     readers = {"plain": plain, "ties": with_ties(plain, config), "outliers": with_outliers(plain)}
-    got = open_weights(make_plan(Case(((3,),), 2, weights=kind, numerics="float32")))
+    got = open_weights(make_plan(Case(((3,),), 2, weights=kind, numerics="float64")))
     assert all(torch.equal(got.tensor(name), readers[kind].tensor(name)) for name in plain.names())
 
 
