@@ -60,6 +60,9 @@ def cases(draw):
     expert_parallel = draw(st.sampled_from([True, True, True, False]))
     sp = tp > 1 and expert_parallel and not adapters
     scheme = draw(st.sampled_from(["tp", "moe-sp", "full-sp"] if sp else ["tp"]))
+    settings_of_config = draw(overrides(longest))
+    # More draft steps than the model has positions are refused.
+    most_drafts = min(3, settings_of_config.get("max_position_embeddings", 3))
     sides = draw(st.sampled_from(pairs_of(scheme)))
     return Case(
         **sides,
@@ -67,7 +70,7 @@ def cases(draw):
         cached=cached,
         generate=draw(st.integers(0, 2)),
         prefill_chunk=draw(st.none() | st.integers(1, 9)),
-        overrides=tuple(draw(overrides(longest)).items()),
+        overrides=tuple(settings_of_config.items()),
         tp=tp,
         previous=previous,
         expert_parallel=expert_parallel,
@@ -76,7 +79,7 @@ def cases(draw):
         lora_adapters=adapters,
         model=draw(st.sampled_from(["dsv32-tiny", "dsv32-alternating"])),
         weights=draw(st.sampled_from(["plain", "plain", "ties"])),
-        mtp_steps=draw(st.integers(0, 3)),
+        mtp_steps=draw(st.integers(0, most_drafts)),
         aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 3), max_size=3)))),
         pad_to=most + padding if isinstance(padding, int) else None,
         graph_sizes=GRAPH_SIZES if padding == "sizes" else (),
