@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from spcheck.case import Case
-from spcheck.cli import diff
+from spcheck.cli.app import diff
+from spcheck.cli.options import case_of
 from spcheck.errors import HostFailed, SpcheckError
 from spcheck.launch.threads import ThreadHost
-from spcheck.options import case_of
 from spcheck.run import run
 from spcheck.worker.built import EnginePool
 from tests.matrix.decoding import DECODING

@@ -50,7 +50,7 @@ import json, resource, sys, time, torch
 torch.set_num_threads(1)
 from spcheck.case import Case
 from spcheck.launch.threads import ThreadHost
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.run import run_once
 from spcheck.worker.built import EnginePool
 from spcheck.worker.side import Side

@@ -18,9 +18,9 @@ from benchmarks.smoke import parser
 from spcheck.case import Case
 from spcheck.comm.loopback import run_loopback
 from spcheck.launch.threads import ThreadHost
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.run import run_once
-from spcheck.subject import load_subject
+from spcheck.subjects.protocol import load_subject
 from spcheck.worker.built import EnginePool, build_bare, own_groups
 from spcheck.worker.script import Script
 

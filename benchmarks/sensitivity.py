@@ -25,9 +25,9 @@ from benchmarks.smoke import parser
 from fixtures.mutants import edited
 from optimized.attention import MLAAttention, Softmax
 from spcheck.case import Case
-from spcheck.exact import exact_bound, point_of
+from spcheck.families.deepseek.exact import exact_bound, point_of
 from spcheck.launch.threads import ThreadHost
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.run import run_once
 from spcheck.worker.built import EnginePool
 

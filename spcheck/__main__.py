@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """The command line; a Ctrl-C while it is still being imported ends like one later."""
     try:
-        from spcheck.cli import main as run
+        from spcheck.cli.app import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spcheck.case import Case
+from spcheck.errors import HostFailed
+from spcheck.judge.failure import failure_sentence, internal_error
+from spcheck.judge.verdict import Comparison, conclude
 from spcheck.launch.interface import Host, Progress, silent
-from spcheck.plan import Plan, make_plan
-from spcheck.verdict import Comparison, conclude
+from spcheck.plan.plan import Plan, make_plan
 
 
 def run(case: Case, host: Host, progress: Progress = silent) -> Comparison:
@@ -26,5 +28,7 @@ def run(case: Case, host: Host, progress: Progress = silent) -> Comparison:
 def run_once(plan: Plan, host: Host, progress: Progress = silent) -> Comparison:
     """The same for a checked case, with its own grid only."""
     log = host.run(plan, progress)
+    if internal := internal_error(log.reports):
+        raise HostFailed(*internal)
     progress("judging")
-    return conclude(plan, log.reports, log.environment, log.failure)
+    return conclude(plan, log.reports, log.environment, log.ending or failure_sentence(log.reports))

@@ -10,10 +10,10 @@ import torch
 from hypothesis import settings
 
 from spcheck.case import Case
+from spcheck.judge.verdict import Comparison
 from spcheck.launch.threads import ThreadHost
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.run import run_once
-from spcheck.verdict import Comparison
 from spcheck.worker.built import EnginePool
 
 settings.register_profile("search", derandomize=False, deadline=None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from spcheck.memory import Memory, cgroups, memory, number_of, text_of
+from spcheck.launch.memory import Memory, cgroups, memory, number_of, text_of
 
 PACKAGES = ("torch", "click", "numpy", "hypothesis", "deepdiff", "safetensors", "rich")
 """What spcheck needs, as pyproject.toml has it."""

@@ -21,7 +21,7 @@ from spcheck.launch.patience import earlier
 from spcheck.launch.stacks import StackFile
 
 if TYPE_CHECKING:
-    from spcheck.plan import Plan
+    from spcheck.plan.plan import Plan
 
 _SIDES = 2
 
@@ -63,7 +63,7 @@ class _Server:
     def serve(self, request: dict[str, Any]) -> None:
         """Answers one request."""
         from spcheck.case import Case
-        from spcheck.plan import make_plan
+        from spcheck.plan.plan import make_plan
 
         plan = make_plan(Case.from_json(request["case"]))
         backend = self._checked(plan)
@@ -83,7 +83,7 @@ class _Server:
         """The backend; None where this machine cannot run the case, and the parent was told why."""
         from reference.checkpoint import CheckpointError
         from spcheck.errors import UsageError
-        from spcheck.memory import memory
+        from spcheck.launch.memory import memory
         from spcheck.worker.weights import check_room, check_weights
 
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from spcheck.plan import Plan
+from spcheck.plan.plan import Plan
 
 
 class Progress(Protocol):
@@ -21,11 +21,16 @@ def silent(text: str, *, again: bool = False) -> None:
 
 @dataclass
 class RunLog:
-    """What came back from the ranks. ``failure`` is one sentence where the run did not come to its end."""
+    """What came back from the ranks. ``ending`` is one sentence where the host itself did not come to its end."""
 
     reports: list[dict[str, Any]] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
-    failure: str | None = None
+    ending: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run did not come to its end."""
+        return self.ending is not None or any("error" in report for report in self.reports)
 
 
 class Host(Protocol):

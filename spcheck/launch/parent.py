@@ -18,14 +18,13 @@ import spcheck
 from spcheck.case import Case
 from spcheck.comm.trace import Trace
 from spcheck.errors import HostFailed, UsageError
-from spcheck.failure import failure_sentence, internal_error
 from spcheck.launch.ending import ending, exit_code
 from spcheck.launch.examine import TraceFile, examine
 from spcheck.launch.files import MeetingPlace, nameless_file
 from spcheck.launch.interface import Progress, RunLog, silent
 from spcheck.launch.patience import Patience, earlier, limit_text
 from spcheck.launch.stacks import StackFile
-from spcheck.plan import Plan
+from spcheck.plan.plan import Plan
 
 _TICK = 0.25  # seconds between two looks at how far the ranks are
 
@@ -65,7 +64,7 @@ class ProcessHost:
         except BaseException:
             self.close()
             raise
-        if log.failure is not None:
+        if log.failed:
             self.close()
         return log
 
@@ -164,7 +163,7 @@ class _Running:
             self._process.stdin.flush()
         patience = Patience(began + case.timeout, case.timeout, traces)
         log = self._listen(case, patience, _Teller(progress, traces[0]))
-        if log.failure is not None and not log.reports:
+        if log.ending is not None:
             self._examine(log, case, traces)
         return log
 
@@ -172,7 +171,7 @@ class _Running:
         log = RunLog()
         for message in self._messages(patience, teller.look):
             if message is None:
-                log.failure = f"{limit_text(case.timeout)}: a rank hangs, or --timeout is too short"
+                log.ending = f"{limit_text(case.timeout)}: a rank hangs, or --timeout is too short"
                 return log
             if message["event"] == "refused":
                 raise UsageError(message["message"])
@@ -185,12 +184,9 @@ class _Running:
                 teller.runs(f"running {ranks} on {log.environment['backend']}")
             else:
                 log.reports = message["reports"]
-                if internal := internal_error(log.reports):
-                    raise HostFailed(*internal)
-                log.failure = failure_sentence(log.reports)
                 return log
-        log.failure = ending(exit_code(self._process), began=bool(log.environment))
-        if log.failure is not None:
+        log.ending = ending(exit_code(self._process), began=bool(log.environment))
+        if log.ending is not None:
             return log
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip()
@@ -203,7 +199,7 @@ class _Running:
         stack = StackFile(self._errors) if threads else None
         log.reports = examine(traces, stack, self._process, limit_text(case.timeout))
         if threads and self._process.returncode is None and log.reports:
-            log.failure = failure_sentence(log.reports)
+            log.ending = None  # the reports tell more
 
     def _messages(self, patience: Patience, look: Callable[[], None]) -> Iterator[dict[str, Any] | None]:
         """The host's messages, then the end; None once there is no patience left."""

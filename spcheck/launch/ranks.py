@@ -21,7 +21,7 @@ from spcheck.launch.lifetime import die_with_parent
 from spcheck.launch.patience import Patience, limit_text
 from spcheck.launch.reports import Child, Report, collect, overdue
 from spcheck.launch.stacks import StackFile, thread_stack
-from spcheck.plan import Plan
+from spcheck.plan.plan import Plan
 from spcheck.worker.built import EnginePool
 from spcheck.worker.pair import run_rank
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, BinaryIO
 
+from spcheck.comm.divergence import find_divergence
 from spcheck.comm.trace import Trace
-from spcheck.contracts.divergence import find_divergence
 from spcheck.launch.patience import Patience
 from spcheck.launch.stacks import StackFile
 

@@ -6,11 +6,9 @@ import time
 
 import torch
 
-from spcheck.errors import HostFailed
-from spcheck.failure import failure_sentence, internal_error
 from spcheck.launch.interface import Progress, RunLog, silent
 from spcheck.launch.ranks import run_threads
-from spcheck.plan import Plan
+from spcheck.plan.plan import Plan
 from spcheck.worker.built import EnginePool
 
 
@@ -30,7 +28,5 @@ class ThreadHost:
         progress("running ranks")
         deadline = None if self._seconds is None else time.monotonic() + self._seconds
         reports = run_threads(plan, self._pool, deadline)
-        if internal := internal_error(reports):
-            raise HostFailed(*internal)
         environment = {"torch": torch.__version__, "backend": "loopback"}
-        return RunLog(reports, environment, failure_sentence(reports))
+        return RunLog(reports, environment)

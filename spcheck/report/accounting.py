@@ -8,8 +8,8 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from spcheck.contracts.accounting import Forward, SideAccount, Traffic
-from spcheck.plan import Plan
+from spcheck.judge.contracts.accounting import Forward, SideAccount, Traffic
+from spcheck.plan.plan import Plan
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _NUMBERED = re.compile(r"(layer|draft step) (\d+)(.*)")

@@ -11,8 +11,8 @@ from spcheck import __version__
 from spcheck.doctor.machine import Cores, Machine
 from spcheck.doctor.torch_facts import Torch
 from spcheck.doctor.trial import Backend, Diagnosis
-from spcheck.memory import Memory
-from spcheck.printable import printable
+from spcheck.launch.memory import Memory
+from spcheck.report.printable import printable
 
 SCHEMA = "spcheck.doctor/1"
 _LABEL = 12

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from spcheck.exercised import Missed, NotExercised
-from spcheck.phases import layer_of
-from spcheck.plan import Plan
+from spcheck.judge.exercised import Missed, NotExercised
+from spcheck.plan.phases import layer_of
+from spcheck.plan.plan import Plan
 
 _WIDTH = 80
 

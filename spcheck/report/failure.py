@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from spcheck.contracts.divergence import Divergence
-from spcheck.failure import Failure, RankState, call_text, call_texts
+from spcheck.comm.divergence import Divergence
+from spcheck.judge.failure import Failure, RankState, call_text, call_texts
 
 _STACK_LINES = 15
 # Frames that say nothing to the author of a subject: three between any two modules, those below its collective, and

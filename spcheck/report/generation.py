@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from spcheck.generation import Generation, Speech, Turn
-from spcheck.plan import Plan
+from spcheck.judge.generation import Generation, Speech, Turn
+from spcheck.plan.plan import Plan
 
 _WIDTH = 80
 

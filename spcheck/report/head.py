@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from rich.markup import escape as escape_markup
 
-from spcheck.notes import batch_text, notes, weights_text
-from spcheck.plan import Plan
-from spcheck.printable import printable
-from spcheck.verdict import Comparison
+from spcheck.judge.notes import batch_text, notes, weights_text
+from spcheck.judge.verdict import Comparison
+from spcheck.plan.plan import Plan
+from spcheck.report.printable import printable
 
 _CHANGES_A_LINE = 3
 

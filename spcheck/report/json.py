@@ -8,15 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from spcheck import __version__
-from spcheck.contracts.check import Checked
-from spcheck.exact import STEP_BOUND
-from spcheck.judge import BOUNDS
-from spcheck.merge import total_choices
-from spcheck.notes import notes, weights_text
+from spcheck.families.deepseek.bounds import BOUNDS
+from spcheck.families.deepseek.exact import STEP_BOUND
+from spcheck.judge.contracts.check import Checked
+from spcheck.judge.merge import total_choices
+from spcheck.judge.notes import notes, weights_text
+from spcheck.judge.verdict import Comparison
 from spcheck.report.accounting import accounting_json
 from spcheck.report.exercised import exercised_json
 from spcheck.report.generation import generation_json
-from spcheck.verdict import Comparison
 
 SCHEMA = "spcheck.diff/1"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from spcheck.exact import STEP_BOUND
-from spcheck.judge import BOUNDS
-from spcheck.merge import ProbeResult
-from spcheck.subject import CHOICES
-from spcheck.verdict import Comparison
+from spcheck.families.deepseek.bounds import BOUNDS
+from spcheck.families.deepseek.exact import STEP_BOUND
+from spcheck.judge.merge import ProbeResult
+from spcheck.judge.verdict import Comparison
+from spcheck.subjects.protocol import CHOICES
 
 _HEAD = f"{'':<8} {'rows':>4} {'equal':>5} {'error':>7}  probe"
 _TAKEN = _HEAD.index("probe")

@@ -9,23 +9,23 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from spcheck.contracts.check import Checked
-from spcheck.contracts.rows import kind_of_probe
-from spcheck.exact import LIMIT
-from spcheck.judge import PASSES
-from spcheck.merge import ProbeResult, total_choices
-from spcheck.phases import layer_of
-from spcheck.plan import Plan
-from spcheck.printable import printable
+from spcheck.families.deepseek.rows import kind_of_probe
+from spcheck.judge.contracts.check import Checked
+from spcheck.judge.merge import ProbeResult, total_choices
+from spcheck.judge.outcome import PASSES
+from spcheck.judge.sentences import place
+from spcheck.judge.verdict import Comparison
+from spcheck.plan.grid import LIMIT
+from spcheck.plan.phases import layer_of
+from spcheck.plan.plan import Plan
 from spcheck.report.accounting import accounting_lines
 from spcheck.report.exercised import exercised_lines
 from spcheck.report.failure import failure_lines
 from spcheck.report.generation import generation_lines, turn_lines
 from spcheck.report.head import escape, head_lines
+from spcheck.report.printable import printable
 from spcheck.report.probes import probe_lines
-from spcheck.sentences import place
-from spcheck.subject import CHOICES
-from spcheck.verdict import Comparison
+from spcheck.subjects.protocol import CHOICES
 
 _STYLES = {"EQUAL": "green", "EQUIVALENT": "green", "INCONCLUSIVE": "yellow", "DIVERGED": "red", "FAILED": "red"}
 _MAX_FINDINGS = 12

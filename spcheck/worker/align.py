@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spcheck.comm.interface import World
-from spcheck.phases import Phase, Row
-from spcheck.place import Place
-from spcheck.subject import Tap
+from spcheck.plan.phases import Phase, Row
+from spcheck.plan.place import Place
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.capture import Piece
 from spcheck.worker.digests import fingerprint, row_digests
 from spcheck.worker.routed import Dispatch, by_token, joined, miscount

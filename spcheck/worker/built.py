@@ -14,11 +14,11 @@ from spcheck.case import Case
 from spcheck.comm.interface import Communicator, World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
 from spcheck.comm.trace import Trace
-from spcheck.phases import module_of
-from spcheck.place import groups_of
-from spcheck.plan import Plan
-from spcheck.schemes import SidePlan
-from spcheck.subject import Engine, Tap, load_subject, taps_of
+from spcheck.plan.phases import module_of
+from spcheck.plan.place import groups_of
+from spcheck.plan.plan import Plan
+from spcheck.plan.schemes import SidePlan
+from spcheck.subjects.protocol import Engine, Tap, load_subject, taps_of
 from spcheck.worker.capture import Capture, PaddingWriter
 from spcheck.worker.loading import Loading
 from spcheck.worker.replay import Replay
@@ -30,8 +30,8 @@ from spcheck.worker.weights import open_weights
 class Built:
     """An engine and everything that hangs on it. ``groups`` are the communicators it was handed.
 
-    ``parameters`` are the bytes that each of its modules holds (:func:`spcheck.phases.module_of`), ``loading`` how its
-    parameters compare with the checkpoint.
+    ``parameters`` are the bytes that each of its modules holds (:func:`spcheck.plan.phases.module_of`), ``loading``
+    how its parameters compare with the checkpoint.
     """
 
     engine: Engine

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spcheck.comm.trace import Trace
-from spcheck.subject import Tap
+from spcheck.subjects.protocol import Tap
 
 _KINDS = ("value", "set", "scores", "token", "accepted", "logits", "work", "order", "keys")
 _KINDS_BY_IDS = ("by", "keys", "all-keys", "routed")

@@ -1,7 +1,7 @@
 """What the wrong rows of a probe have in common, measured on the rank that owns them: numbers and names, no opinion.
 
 Only the first probes of a forward that are over their bound are looked at, and of these some rows: a healthy run costs
-nothing. :mod:`spcheck.clues` puts the result into words.
+nothing. :mod:`spcheck.judge.clues` puts the result into words.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from reference.config import ModelConfig
-from spcheck.phases import Row
-from spcheck.subject import CHOICES
+from spcheck.plan.phases import Row
+from spcheck.subjects.protocol import CHOICES
 from spcheck.worker.bits import narrower_type
 from spcheck.worker.norm_clues import other_eps
 from spcheck.worker.router_clues import scores_without

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spcheck.comm.interface import World
-from spcheck.contracts.rows import may_be_silent
-from spcheck.exact import SHORT_SUM, point_of
-from spcheck.judge import bound_of
-from spcheck.phases import Phase
-from spcheck.subject import Tap
+from spcheck.families.deepseek.bounds import bound_of
+from spcheck.families.deepseek.exact import SHORT_SUM, point_of
+from spcheck.families.deepseek.rows import may_be_silent
+from spcheck.plan.phases import Phase
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.align import Aligned, ReplicaFault, owned_rows
 from spcheck.worker.capture import TapError
 from spcheck.worker.choices import Choices, measure_choices

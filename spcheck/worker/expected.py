@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from reference.checkpoint import TensorReader
-from spcheck.contracts.holdings import repeated_tensors
-from spcheck.contracts.pieces import ZEROS, Holding, Piece
-from spcheck.plan import Plan
+from spcheck.families.deepseek.holdings import repeated_tensors
+from spcheck.families.deepseek.pieces import ZEROS, Holding, Piece
+from spcheck.plan.plan import Plan
 from spcheck.worker.weights import Snapped
 
 

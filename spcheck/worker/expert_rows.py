@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spcheck.dispatch import experts_per_rank
-from spcheck.plan import Plan
-from spcheck.subject import Tap
+from spcheck.plan.dispatch import experts_per_rank
+from spcheck.plan.plan import Plan
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.capture import Piece
 
 GATE_CHOICE = ".mlp.gate.choose.out"

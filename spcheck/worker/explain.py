@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spcheck.phases import Row
-from spcheck.plan import Plan
-from spcheck.subject import Tap
+from spcheck.plan.phases import Row
+from spcheck.plan.plan import Plan
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.clues import MOST_ROWS, Clues, Look, find_clues
 from spcheck.worker.digests import row_sketches
 from spcheck.worker.measure import Difference

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from reference.checkpoint import TensorReader
-from spcheck.contracts.holdings import holdings
-from spcheck.contracts.pieces import Holding, Piece
-from spcheck.phases import module_of
-from spcheck.plan import Plan
-from spcheck.schemes import SidePlan
+from spcheck.families.deepseek.holdings import holdings
+from spcheck.families.deepseek.pieces import Holding, Piece
+from spcheck.plan.phases import module_of
+from spcheck.plan.plan import Plan
+from spcheck.plan.schemes import SidePlan
 from spcheck.worker.expected import Expected, differing, region, row_of, same
 from spcheck.worker.lookalike import Lookalikes
 from spcheck.worker.slots import slots

@@ -8,11 +8,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from spcheck.contracts.holdings import holdings
-from spcheck.contracts.pieces import Holding, Piece
-from spcheck.phases import module_of
-from spcheck.plan import Plan
-from spcheck.schemes import SidePlan
+from spcheck.families.deepseek.holdings import holdings
+from spcheck.families.deepseek.pieces import Holding, Piece
+from spcheck.plan.phases import module_of
+from spcheck.plan.plan import Plan
+from spcheck.plan.schemes import SidePlan
 from spcheck.worker.expected import Expected, differing, same
 
 _MOST_TRIED = 512

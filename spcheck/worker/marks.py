@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from spcheck.comm.interface import World
-from spcheck.phases import Phase
-from spcheck.plan import Plan
-from spcheck.subject import Tap
+from spcheck.plan.phases import Phase
+from spcheck.plan.plan import Plan
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.align import Aligned
 from spcheck.worker.digests import row_sketches
 from spcheck.worker.explain import MOST_SKETCHES, has_sketches

@@ -13,9 +13,9 @@ from torch import Tensor
 from reference.checkpoint import CheckpointError
 from spcheck.comm.interface import World
 from spcheck.errors import SpcheckError
-from spcheck.phases import Phase
-from spcheck.plan import Plan
-from spcheck.schemes import SidePlan
+from spcheck.plan.phases import Phase
+from spcheck.plan.plan import Plan
+from spcheck.plan.schemes import SidePlan
 from spcheck.worker.align import Aligned, align, align_alone
 from spcheck.worker.built import EnginePool, own_groups, side_taps
 from spcheck.worker.capture import TapError

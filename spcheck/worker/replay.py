@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spcheck.subject import Tap
+from spcheck.subjects.protocol import Tap
 
 
 class Replay:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spcheck.dispatch import expert_rows, experts_of, is_by_choice, is_dispatched
-from spcheck.phases import Phase
-from spcheck.place import Place
-from spcheck.plan import Plan
-from spcheck.schemes import SidePlan
-from spcheck.subject import Tap
+from spcheck.plan.dispatch import expert_rows, experts_of, is_by_choice, is_dispatched
+from spcheck.plan.phases import Phase
+from spcheck.plan.place import Place
+from spcheck.plan.plan import Plan
+from spcheck.plan.schemes import SidePlan
+from spcheck.subjects.protocol import Tap
 
 
 @dataclass(frozen=True)

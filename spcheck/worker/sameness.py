@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spcheck.contracts.rows import ids_probe
-from spcheck.phases import Phase
-from spcheck.place import Place
-from spcheck.subject import Tap
+from spcheck.families.deepseek.rows import ids_probe
+from spcheck.plan.phases import Phase
+from spcheck.plan.place import Place
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.align import owned_rows
 from spcheck.worker.script import Script
 

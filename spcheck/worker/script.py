@@ -11,10 +11,10 @@ from itertools import islice
 import numpy as np
 import torch
 
-from spcheck.phases import Phase
-from spcheck.plan import Plan
-from spcheck.steps import Part
-from spcheck.subject import Chunk
+from spcheck.plan.phases import Phase
+from spcheck.plan.plan import Plan
+from spcheck.plan.steps import Part
+from spcheck.subjects.protocol import Chunk
 from spcheck.worker.capture import TapError
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from spcheck.comm.interface import World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
-from spcheck.contracts.rows import must_fire
-from spcheck.dispatch import carries_ids
-from spcheck.phases import Phase
-from spcheck.place import Place
-from spcheck.plan import Plan
-from spcheck.schemes import SidePlan
-from spcheck.subject import Tap
+from spcheck.families.deepseek.rows import must_fire
+from spcheck.plan.dispatch import carries_ids
+from spcheck.plan.phases import Phase
+from spcheck.plan.place import Place
+from spcheck.plan.plan import Plan
+from spcheck.plan.schemes import SidePlan
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.built import Built, EnginePool, build, build_key, own_groups
 from spcheck.worker.capture import Piece
 from spcheck.worker.expert_rows import padded_choices

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from reference.config import ModelConfig
-from spcheck.exact import Grid, Point, points
+from spcheck.families.deepseek.exact import Point, points
+from spcheck.plan.grid import Grid
 from spcheck.worker.capture import TapError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reference.config import ModelConfig
-from spcheck.phases import Row
+from spcheck.plan.phases import Row
 
 _ANGLE = 10  # times ``close``: by how many radians the same angle may differ
 

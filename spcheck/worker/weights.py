@@ -13,9 +13,9 @@ from torch import Tensor
 from reference.checkpoint import Checkpoint, RandomWeights, TensorReader, check_tensors
 from reference.config import ModelConfig
 from spcheck.errors import UsageError
-from spcheck.exact import Grid
-from spcheck.guard import merge_norms
-from spcheck.plan import Plan
+from spcheck.families.deepseek.guard import merge_norms
+from spcheck.plan.grid import Grid
+from spcheck.plan.plan import Plan
 from spcheck.worker.adapters import WithAdapters
 from spcheck.worker.hard_weights import with_outliers, with_ties
 from spcheck.worker.snap import snap
@@ -81,7 +81,7 @@ def lost_weights(plan: Plan, rank: int, size: int) -> dict[str, float]:
 
 @lru_cache(maxsize=64)
 def weight_norms(plan: Plan, rank: int, size: int) -> dict[str, float]:
-    """Largest row norm of the matrices that fall to a rank, for the guard (:mod:`spcheck.guard`).
+    """Largest row norm of the matrices that fall to a rank, for the guard (:mod:`spcheck.families.deepseek.guard`).
 
     Experts of a layer have one name. ``kv_b_proj`` has two more entries: ``.key``, the largest Frobenius norm of a
     head's key part, and ``.value``, the largest row norm of the value parts. An adapter's ``lora_A``

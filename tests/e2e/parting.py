@@ -12,11 +12,11 @@ import optimized.dataflows.full_sp
 import optimized.norms
 from fixtures.seams import edited
 from spcheck.case import Case
-from spcheck.failure import failure_sentence
-from spcheck.plan import make_plan
+from spcheck.judge.failure import failure_sentence
+from spcheck.judge.verdict import conclude
+from spcheck.plan.plan import make_plan
 from spcheck.report.json import to_json
 from spcheck.report.text import to_text
-from spcheck.verdict import conclude
 from tests.e2e.trials import run
 
 GATHER = "layer.sp.sp_all_gather(hidden)[: positions.shape[0]]"

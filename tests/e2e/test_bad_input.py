@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from reference.checkpoint import CheckpointError, RandomWeights, write_checkpoint
 from spcheck.case import Case
-from spcheck.model import load_model
-from spcheck.output import JsonTarget
-from spcheck.plan import make_plan
-from spcheck.printable import sentence
+from spcheck.cli.output import JsonTarget
+from spcheck.plan.model import load_model
+from spcheck.plan.plan import make_plan
+from spcheck.report.printable import sentence
 from spcheck.worker.weights import check_weights
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 EXPERTS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 RAW = json.loads(PRESET.read_text()) | EXPERTS | {"num_hidden_layers": 3, "vocab_size": 50}
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,7 +35,7 @@ EVIL = "evil\n\x1b[31mname\x07\u202e\r\tx"
 
 
 def spcheck(*words, timeout=120, **options):
-    command = [sys.executable, "-m", "spcheck.cli", "diff", "--tokens", "3", "--backend", "loopback", *words]
+    command = [sys.executable, "-m", "spcheck", "diff", "--tokens", "3", "--backend", "loopback", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
 
 
@@ -436,7 +436,7 @@ def test_a_name_with_a_line_break_can_be_run_and_repeated(one, tmp_path):
     assert done.returncode == 0, done.stderr
     assert all(line.isprintable() for line in done.stdout.splitlines())
     repeat = next(line for line in done.stdout.splitlines() if line.startswith("repeat")).removeprefix("repeat")
-    script = f'spcheck() {{ {sys.executable} -m spcheck.cli "$@"; }}; {repeat.strip()} --json -'
+    script = f'spcheck() {{ {sys.executable} -m spcheck "$@"; }}; {repeat.strip()} --json -'
     again = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     assert json.loads(again.stdout)["outcome"] == "EQUAL", again.stderr
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SPCHECK = [sys.executable, "-m", "spcheck.cli"]
+SPCHECK = [sys.executable, "-m", "spcheck"]
 
 
 def spcheck(*words, timeout=120, cwd=None):
@@ -153,9 +153,9 @@ def test_a_folder_named_reference_where_the_user_stands_is_not_imported(tmp_path
 def test_a_checkpoint_folder(tmp_path):
     from reference.checkpoint import RandomWeights, write_checkpoint
     from spcheck.case import Case
-    from spcheck.model import load_model
+    from spcheck.plan.model import load_model
 
-    preset = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+    preset = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
     raw = json.loads(preset.read_text())
     write_checkpoint(tmp_path, raw, RandomWeights(load_model(Case(((1,),), 1)), 3, own_tables=True))
     folder = result_of("--tokens", "5", "--model", str(tmp_path), "--backend", "loopback", "--seed", "3")

@@ -11,7 +11,7 @@ LINE = ["diff", "--tp", "2", "--tokens", "17", "--mtp-steps", "3", "--backend", 
 
 
 def spcheck(*words):
-    command = [sys.executable, "-m", "spcheck.cli", *words]
+    command = [sys.executable, "-m", "spcheck", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -16,7 +16,7 @@ MIXED = ["--tp", "2", "--requests", "1@40,5@0,3@12", "--mtp-steps", "2"]
 
 
 def spcheck(*words):
-    command = [sys.executable, "-m", "spcheck.cli", "diff", *words]
+    command = [sys.executable, "-m", "spcheck", "diff", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 

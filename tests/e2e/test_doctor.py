@@ -10,7 +10,7 @@ import pytest
 
 from spcheck.doctor.machine import PACKAGES
 
-DOCTOR = [sys.executable, "-m", "spcheck.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "spcheck", "doctor"]
 
 
 def doctor(*words, before=(), **environment):

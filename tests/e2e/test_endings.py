@@ -226,7 +226,9 @@ if "spcheck.launch.host" not in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize("name", ["spcheck.cli", "click", "spcheck.output", "spcheck.plan", "spcheck.launch.parent"])
+@pytest.mark.parametrize(
+    "name", ["spcheck.cli.app", "click", "spcheck.cli.output", "spcheck.plan.plan", "spcheck.launch.parent"]
+)
 def test_ctrl_c_while_the_command_is_imported(name, tmp_path):
     env = environment(tmp_path, INTERRUPT.format(name=name))
     command = [sys.executable, "-m", "spcheck", "diff", "--tokens", "5"]

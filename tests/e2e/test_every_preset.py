@@ -11,7 +11,7 @@ from optimized import attention, indexer, linear, router
 from optimized.loader import Loader
 from optimized.norms import RMSNorm
 from spcheck.case import Case
-from spcheck.model import load_model, preset_names
+from spcheck.plan.model import load_model, preset_names
 from tests.conftest import compare_case
 
 

@@ -14,13 +14,14 @@ import spcheck.worker.snap
 import spcheck.worker.weights
 from optimized.attention import Softmax
 from spcheck.case import Case
-from spcheck.contracts.exactness import norms_by_dp_rank, reference_norms
-from spcheck.exact import GRIDS, STEP_BOUND, points
+from spcheck.families.deepseek.exact import STEP_BOUND, points
+from spcheck.judge.contracts.exactness import norms_by_dp_rank, reference_norms
+from spcheck.judge.verdict import conclude
 from spcheck.launch.ranks import run_threads
 from spcheck.launch.threads import ThreadHost
-from spcheck.plan import make_plan
+from spcheck.plan.grid import GRIDS
+from spcheck.plan.plan import make_plan
 from spcheck.run import run_once
-from spcheck.verdict import conclude
 from spcheck.worker.snap import Snapper, snap
 from tests.conftest import compare_case
 
@@ -95,7 +96,7 @@ def leave_unsnapped(kind, monkeypatch):
         return x if kind_of(point.probe) == kind else rounded
 
     def point_of(probe):
-        return None if kind_of(probe) == kind else spcheck.exact.point_of(probe)
+        return None if kind_of(probe) == kind else spcheck.families.deepseek.exact.point_of(probe)
 
     monkeypatch.setattr(Snapper, "_snapped", careless)
     monkeypatch.setattr(spcheck.worker.compare, "point_of", point_of)

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 
 from fixtures.mutants import MUTANTS
 from spcheck.case import Case
-from spcheck.cli import cli
+from spcheck.cli.app import cli
 from spcheck.report.text import to_line, to_text
 from tests.conftest import compare_case
 
 SCRIPT = str(Path(sys.executable).parent / "spcheck")
 HERE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-SPCHECK = [sys.executable, "-m", "spcheck.cli"]
+SPCHECK = [sys.executable, "-m", "spcheck"]
 RUN = ["diff", "--tp", "2", "--tokens", "5", "--backend", "loopback"]
 
 
@@ -46,7 +46,7 @@ def test_every_help_has_an_example_and_fits(words):
 
 def test_help_imports_neither_torch_nor_rich():
     code = (
-        "import sys\nfrom spcheck.cli import cli\n"
+        "import sys\nfrom spcheck.cli.app import cli\n"
         "try: cli.main(['diff', '--help'])\nexcept SystemExit: pass\n"
         "sys.exit(any(m.split('.')[0] in ('torch', 'rich', 'numpy', 'hypothesis') for m in sys.modules))"
     )
@@ -104,7 +104,8 @@ def test_bash_completes_with_it():
 
 
 def test_completion_imports_no_torch():
-    code = "import sys, spcheck.cli\ntry: spcheck.cli.main()\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
+    code = "import sys\nfrom spcheck.cli.app import main\ntry: main()\nexcept SystemExit: pass\n"
+    code += "sys.exit('torch' in sys.modules)"
     environment = {"_SPCHECK_COMPLETE": "bash_complete", "COMP_WORDS": "spcheck diff --model d", "COMP_CWORD": "3"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, env=os.environ | environment)
     assert done.returncode == 0

@@ -12,7 +12,7 @@ import pytest
 from spcheck.case import Case
 from spcheck.launch.parent import ProcessHost
 from spcheck.launch.threads import ThreadHost
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.run import run, run_once
 from spcheck.worker.built import EnginePool
 

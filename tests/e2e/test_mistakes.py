@@ -10,7 +10,7 @@ import pytest
 
 
 def spcheck(*words, env=None, timeout=120):
-    command = [sys.executable, "-m", "spcheck.cli", *words]
+    command = [sys.executable, "-m", "spcheck", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
 
 
@@ -90,7 +90,7 @@ def test_nccl_without_gpus_is_refused_by_the_machine_and_leaves_nothing(tmp_path
 
 def test_a_folder_without_config_or_with_weights_that_are_not_read(tmp_path):
     assert "no readable config.json" in spcheck("diff", "--tokens", "3", "--model", str(tmp_path)).stderr
-    preset = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+    preset = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
     (tmp_path / "config.json").write_bytes(preset.read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     done = spcheck("diff", "--tokens", "3", "--model", str(tmp_path))

@@ -15,14 +15,14 @@ from tests.conftest import compare_case
 from tests.unit.published import KIMI_K2, PUBLISHED, V32
 
 ROOT = Path(__file__).parents[2]
-PRESET = ROOT / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = ROOT / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 GOLDEN = ROOT / "fixtures" / "golden" / "deepseek_v32"
 SHARED = ROOT.parent / "shared" / "spec" / "model_configs"
 NAMES = ["deepseek-v3.2", "deepseek-v3", "kimi-k2-instruct"]
 
 
 def spcheck(*words):
-    command = [sys.executable, "-m", "spcheck.cli", "diff", *map(str, words)]
+    command = [sys.executable, "-m", "spcheck", "diff", *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 

@@ -8,7 +8,7 @@ import optimized.chunks
 import optimized.router
 from fixtures.seams import edited
 from spcheck.case import Case
-from spcheck.merge import total_choices
+from spcheck.judge.merge import total_choices
 from spcheck.worker.built import EnginePool
 from tests.conftest import compare_case
 

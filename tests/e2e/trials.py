@@ -23,13 +23,13 @@ from torch.nn.modules import module as torch_module
 
 import spcheck.comm.process as process
 from spcheck.case import Case
-from spcheck.failure import explain, failure_sentence
+from spcheck.judge.failure import explain, failure_sentence
+from spcheck.judge.verdict import conclude
 from spcheck.launch.files import MeetingPlace
 from spcheck.launch.ranks import run_processes, run_threads
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.report.json import to_json
 from spcheck.report.text import to_text
-from spcheck.verdict import conclude
 
 RELEASE = threading.Event()  # lets threads that hang go on, so that the next trial starts clean
 

@@ -6,7 +6,7 @@ import torch
 from spcheck.case import Case
 from spcheck.comm.loopback import run_loopback
 from spcheck.comm.recorded import Recorded
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.worker.built import build, own_groups
 from tests.matrix.decoding import DECODING
 from tests.matrix.prompts import PROMPTS

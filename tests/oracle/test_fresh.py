@@ -12,7 +12,7 @@ from sizes import YARN, raw_config
 from reference.checkpoint import RandomWeights, TensorReader
 from reference.config import parse_config
 
-PRESETS = Path(__file__).parents[2] / "spcheck" / "presets"
+PRESETS = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets"
 BOUND = 1e-12
 BATCH, LENGTH, DRAFTS = 2, 19, 3
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from spcheck.exact import GRIDS, LIMIT
+from spcheck.plan.grid import GRIDS, LIMIT
 from spcheck.worker.snap import snap
 
 seeds = st.integers(0, 2**32 - 1)

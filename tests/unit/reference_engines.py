@@ -9,7 +9,7 @@ from reference import subject
 from reference.checkpoint import RandomWeights
 from reference.config import parse_config
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 FEWER = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 4}
 RAW = json.loads(PRESET.read_text()) | FEWER
 CPU = torch.device("cpu")

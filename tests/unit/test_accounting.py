@@ -3,8 +3,8 @@
 import pytest
 
 from spcheck.case import Case
-from spcheck.contracts.accounting import account
-from spcheck.plan import make_plan
+from spcheck.judge.contracts.accounting import account
+from spcheck.plan.plan import make_plan
 from spcheck.report.accounting import accounting_lines
 from tests.conftest import compare_case
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from spcheck.subject import Tap
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.capture import Capture, TapError
 
 GOOD = ("0", "out", 0, "Replicate", "value")

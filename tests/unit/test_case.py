@@ -5,8 +5,8 @@ import shlex
 import pytest
 from click.testing import CliRunner
 
-from spcheck import cli
 from spcheck.case import DEFAULT_GRAPH_SIZES, Case
+from spcheck.cli import app as cli
 
 FULL = Case(
     requests=((5, 1), (11,), ()),

@@ -20,7 +20,7 @@ from reference.config import ModelConfig, parse_config
 from reference.layout import adapted_modules, adapter_shapes, optional_copies, tensor_shapes
 
 FEWER = {"n_routed_experts": 8, "n_group": 4, "num_experts_per_tok": 4, "num_hidden_layers": 3}
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 
 
 @pytest.fixture(scope="module")

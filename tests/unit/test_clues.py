@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spcheck.case import Case
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.worker.clues import Look, find_clues
 from spcheck.worker.digests import row_sketches
 

@@ -9,7 +9,7 @@ import pytest
 
 from reference.config import ConfigError, YarnConfig, load_config, parse_config
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from reference.config import ConfigError, YarnConfig, parse_config
 from tests.unit.published import FP8, KIMI_K2, PUBLISHED, V3, V32, YARN
 
 ROOT = Path(__file__).parents[2]
-PRESET = ROOT / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = ROOT / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 SHARED = ROOT.parent / "shared"
 FILES = [*SHARED.glob("spec/model_configs/*.json"), *SHARED.glob("oracle/*/config.json")]
 OTHER_MODELS = {"deepseek_v2", "glm_moe_dsa", "gpt_oss"}

@@ -3,10 +3,10 @@
 import pytest
 
 from spcheck.case import Case
-from spcheck.contracts.collectives import expected_collectives
-from spcheck.contracts.rows import expected_rows, phases_of_probe
-from spcheck.plan import make_plan
-from spcheck.schemes import SidePlan
+from spcheck.families.deepseek.collectives import expected_collectives
+from spcheck.families.deepseek.rows import expected_rows, phases_of_probe
+from spcheck.plan.plan import make_plan
+from spcheck.plan.schemes import SidePlan
 
 SIDES = {scheme: SidePlan("candidate", "optimized", scheme, "", 2) for scheme in ("tp", "moe-sp", "full-sp")}
 SIDES["reference"] = SidePlan("reference", "reference", "reference", "", 2)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from spcheck.case import Case
-from spcheck.exercised import not_exercised
-from spcheck.plan import make_plan
+from spcheck.judge.exercised import not_exercised
+from spcheck.plan.plan import make_plan
 from spcheck.report.exercised import exercised_json, exercised_lines
 
 GATE = ".mlp.gate.choose.out"

@@ -6,9 +6,9 @@ import torch
 from torch import tensor
 
 from spcheck.case import Case
-from spcheck.contracts.padded import PaddedChoices
-from spcheck.plan import make_plan
-from spcheck.subject import Tap
+from spcheck.judge.contracts.padded import PaddedChoices
+from spcheck.plan.plan import make_plan
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.capture import Piece
 from spcheck.worker.expert_rows import count_experts, padded_choices
 

@@ -3,10 +3,10 @@
 import pytest
 
 from spcheck.case import Case
-from spcheck.contracts.divergence import find_divergence
-from spcheck.failure import divergence_sentence, explain, failure_sentence
+from spcheck.comm.divergence import find_divergence
+from spcheck.judge.failure import divergence_sentence, explain, failure_sentence
 from spcheck.launch.ranks import _Threads
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.report.failure import failure_lines
 
 

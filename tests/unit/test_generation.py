@@ -10,7 +10,7 @@ import spcheck.worker.weights
 from fixtures.seams import edited
 from reference.checkpoint import RandomWeights
 from spcheck.case import Case
-from spcheck.generation import Generation, Speech, Turn
+from spcheck.judge.generation import Generation, Speech, Turn
 from spcheck.report.generation import generation_lines
 from spcheck.report.json import to_json
 from spcheck.report.text import to_text

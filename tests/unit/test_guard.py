@@ -14,12 +14,12 @@ from reference.checkpoint import RandomWeights
 from reference.layout import adapted_modules
 from spcheck.case import Case
 from spcheck.comm.loopback import run_loopback
-from spcheck.contracts.exactness import check_exactness
-from spcheck.exact import GRIDS
-from spcheck.guard import Product, merge_norms, products
+from spcheck.families.deepseek.guard import Product, merge_norms, products
+from spcheck.judge.contracts.exactness import check_exactness
+from spcheck.judge.verdict import conclude
 from spcheck.launch.ranks import run_threads
-from spcheck.plan import make_plan
-from spcheck.verdict import conclude
+from spcheck.plan.grid import GRIDS
+from spcheck.plan.plan import make_plan
 from spcheck.worker.adapters import WithAdapters
 from spcheck.worker.weights import Snapped
 from tests.conftest import compare_case

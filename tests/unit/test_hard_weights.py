@@ -6,8 +6,8 @@ import torch
 from reference.checkpoint import RandomWeights
 from spcheck.case import Case
 from spcheck.errors import UsageError
-from spcheck.model import load_model, preset_names
-from spcheck.plan import make_plan
+from spcheck.plan.model import load_model, preset_names
+from spcheck.plan.plan import make_plan
 from spcheck.worker.hard_weights import OUTLIER, outlier_channels, with_outliers, with_ties
 from spcheck.worker.weights import open_weights
 

@@ -3,10 +3,10 @@
 import pytest
 
 from spcheck.case import Case
-from spcheck.merge import merge_probes
-from spcheck.plan import make_plan
-from spcheck.sentences import sentence
-from spcheck.verdict import conclude
+from spcheck.judge.merge import merge_probes
+from spcheck.judge.sentences import sentence
+from spcheck.judge.verdict import conclude
+from spcheck.plan.plan import make_plan
 from tests.unit.test_verdict import difference, reports, row
 
 PROBE = "model.layers.2.mlp.out"

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from spcheck.case import Case
-from spcheck.contracts.holdings import holdings
-from spcheck.plan import make_plan
+from spcheck.families.deepseek.holdings import holdings
+from spcheck.plan.plan import make_plan
 from spcheck.worker.expected import Expected
 from spcheck.worker.weights import open_weights
 

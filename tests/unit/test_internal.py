@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
+from spcheck.cli.internal import internal_error, report_text
 from spcheck.errors import HostFailed, UsageError
-from spcheck.internal import internal_error, report_text
 from spcheck.launch import files
 
 

@@ -15,9 +15,9 @@ from optimized.mlp import MLP
 from optimized.router import Gate
 from reference.checkpoint import RandomWeights
 from spcheck.case import Case
-from spcheck.contracts.holdings import holdings
-from spcheck.contracts.loading import check_parameters
-from spcheck.plan import make_plan
+from spcheck.families.deepseek.holdings import holdings
+from spcheck.judge.contracts.loading import check_parameters
+from spcheck.plan.plan import make_plan
 from spcheck.worker.built import EnginePool
 from spcheck.worker.expected import differing, same
 from spcheck.worker.loading import TURNS

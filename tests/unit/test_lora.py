@@ -12,12 +12,12 @@ import reference.subject
 from reference.checkpoint import CheckpointError, RandomWeights
 from reference.config import parse_config
 from spcheck.comm.loopback import run_loopback
-from spcheck.exact import GRIDS
+from spcheck.plan.grid import GRIDS
 from spcheck.worker.adapters import WithAdapters
 from spcheck.worker.snap import Snapper
 from spcheck.worker.weights import Snapped
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 CONFIG = parse_config(json.loads(PRESET.read_text()) | {"num_hidden_layers": 3, "first_k_dense_replace": 1})
 BASE = RandomWeights(CONFIG, 0, own_tables=True)
 ADAPTED = WithAdapters(BASE, CONFIG, 4, 2, 4)

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from spcheck.merge import ProbeResult, merge_probes
+from spcheck.judge.merge import ProbeResult, merge_probes
 from spcheck.worker.measure import measure, measure_sets
 
 

@@ -1,4 +1,4 @@
-"""spcheck.model: where a case's config and weights come from, and what the user's scale and settings make of them."""
+"""spcheck.plan.model: where a case's config and weights come from, and what scale and settings make of them."""
 
 import json
 import os
@@ -8,13 +8,13 @@ import pytest
 
 from spcheck.case import Case
 from spcheck.errors import UsageError
-from spcheck.model import open_model
-from spcheck.notes import notes, weights_text
-from spcheck.plan import make_plan
+from spcheck.judge.notes import notes, weights_text
+from spcheck.plan.model import open_model
+from spcheck.plan.plan import make_plan
 from spcheck.worker.weights import check_room, open_weights
 from tests.unit.published import FP8, KIMI_K2, PUBLISHED, V32
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 GOLDEN = Path(__file__).parents[2] / "fixtures" / "golden" / "deepseek_v32"
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from spcheck.case import Case
-from spcheck.notes import batch_text, notes
-from spcheck.plan import make_plan
+from spcheck.judge.notes import batch_text, notes
+from spcheck.plan.plan import make_plan
 
 
 def plan_of(**options):

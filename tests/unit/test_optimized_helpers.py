@@ -12,7 +12,7 @@ from reference.checkpoint import RandomWeights
 from reference.config import parse_config
 from spcheck.comm.loopback import run_loopback
 
-PRESETS = Path(__file__).parents[2] / "spcheck" / "presets"
+PRESETS = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets"
 PRESET = PRESETS / "dsv32-tiny.json"
 ALTERNATING = PRESETS / "dsv32-alternating.json"
 F64 = torch.float64

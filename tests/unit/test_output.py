@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from spcheck.cli.output import JsonTarget, echo
 from spcheck.errors import UsageError
-from spcheck.output import JsonTarget, echo
 
 
 def test_a_file_is_replaced_whole_and_keeps_its_mode(tmp_path):

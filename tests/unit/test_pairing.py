@@ -1,8 +1,8 @@
 """Probes that one side alone has: one finding for each forward, whatever their number."""
 
 from spcheck.case import Case
-from spcheck.plan import make_plan
-from spcheck.verdict import conclude
+from spcheck.judge.verdict import conclude
+from spcheck.plan.plan import make_plan
 from tests.unit.test_verdict import difference, judged, reports, row
 
 PLAN = make_plan(Case(requests=((3,),), tp=1, mtp_steps=2, numerics="float64"))

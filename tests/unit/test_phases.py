@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spcheck.phases import GraphPadding, Phase, layer_of, phases_of
-from spcheck.steps import Part, Step
+from spcheck.plan.phases import GraphPadding, Phase, layer_of, phases_of
+from spcheck.plan.steps import Part, Step
 
 UNPADDED = GraphPadding(None, (), agreed=False)
 CAPTURED = (1, 2, 4, 8, 16, 24, 32)

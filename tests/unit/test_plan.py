@@ -6,7 +6,7 @@ import pytest
 
 from spcheck.case import Case
 from spcheck.errors import UsageError
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 
 TWO_LAYERS = (("num_nextn_predict_layers", 2),)
 

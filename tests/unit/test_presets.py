@@ -11,8 +11,8 @@ from reference.checkpoint import RandomWeights
 from reference.config import ConfigError, parse_config
 from spcheck.case import Case
 from spcheck.launch.ranks import run_threads
-from spcheck.model import load_model, preset_names
-from spcheck.plan import make_plan
+from spcheck.plan.model import load_model, preset_names
+from spcheck.plan.plan import make_plan
 from spcheck.worker.built import EnginePool
 
 NAMES = ["dsv3-tiny", "dsv32-alternating", "dsv32-tiny", "dsv32-two-mtp"]
@@ -86,7 +86,11 @@ def test_what_presets_have_between_them():
 
 def test_a_preset_says_itself_which_layers_have_experts():
     """So that a mistake in `is_moe_layer`, which both subjects ask, ends before a run."""
-    text = resources.files("spcheck").joinpath("presets", "dsv32-alternating.json").read_text(encoding="utf-8")
+    text = (
+        resources.files("spcheck")
+        .joinpath("families", "deepseek", "presets", "dsv32-alternating.json")
+        .read_text(encoding="utf-8")
+    )
     raw = json.loads(text)
     assert raw["mlp_layer_types"] == ["dense", "dense", "sparse", "dense", "sparse", "dense"]
     with pytest.raises(ConfigError, match="mlp_layer_types contradicts"):

@@ -16,7 +16,7 @@ from reference.layers import GreedySampler, LayerNorm, RejectionSampler, RMSNorm
 from reference.moe import Gate, Weigh
 from reference.rope import Rotary, attention_scale, frequencies, table_scale
 
-PRESET = Path(__file__).parents[2] / "spcheck" / "presets" / "dsv32-tiny.json"
+PRESET = Path(__file__).parents[2] / "spcheck" / "families" / "deepseek" / "presets" / "dsv32-tiny.json"
 RAW = json.loads(PRESET.read_text())
 V32_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
 

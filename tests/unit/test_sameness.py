@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from spcheck.case import Case
-from spcheck.contracts.sameness import EXCUSES, SameRows, degenerate_probes, same_rows
-from spcheck.findings import degenerate_findings
-from spcheck.plan import make_plan
-from spcheck.subject import Tap
+from spcheck.judge.contracts.sameness import EXCUSES, SameRows, degenerate_probes, same_rows
+from spcheck.judge.findings import degenerate_findings
+from spcheck.plan.plan import make_plan
+from spcheck.subjects.protocol import Tap
 from spcheck.worker.sameness import Sameness
 from spcheck.worker.script import Script
 

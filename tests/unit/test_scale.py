@@ -1,9 +1,9 @@
-"""spcheck.scale: small sizes that the ranks divide, of the same structure, with a list of what was changed."""
+"""spcheck.plan.scale: small sizes that the ranks divide, of the same structure, with a list of what was changed."""
 
 import pytest
 
 from reference.config import parse_config
-from spcheck.scale import Change, tiny
+from spcheck.plan.scale import Change, tiny
 from tests.unit.published import KIMI_K2, PUBLISHED, V3, V32
 
 WORLDS = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1), (8, 1), (16, 1), (1, 2), (2, 2), (3, 2), (2, 3), (7, 5)]

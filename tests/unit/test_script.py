@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from spcheck.case import Case
-from spcheck.plan import make_plan
+from spcheck.plan.plan import make_plan
 from spcheck.worker.capture import TapError
 from spcheck.worker.script import Script, token_ids
 

@@ -6,12 +6,12 @@ import json
 import pytest
 
 from spcheck.case import Case
-from spcheck.judge import EXIT_CODES, outcome_of, worst
-from spcheck.merge import merge_probes
-from spcheck.plan import make_plan
+from spcheck.judge.merge import merge_probes
+from spcheck.judge.outcome import EXIT_CODES, outcome_of, worst
+from spcheck.judge.verdict import conclude
+from spcheck.plan.plan import make_plan
 from spcheck.report.json import to_json
 from spcheck.report.text import to_text, verdict_line
-from spcheck.verdict import conclude
 
 PLAN = make_plan(Case(requests=((3,),), tp=2, mtp_steps=0, numerics="float64"))
 SILENT = {"rows": [], "collectives": {}, "work": [], "silent": []}

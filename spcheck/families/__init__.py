@@ -1,0 +1,1 @@
+"""What a model family should do, as tables: a folder for each family."""

@@ -1,0 +1,1 @@
+"""From a case to what every rank will do; impossible cases end here. No torch."""

@@ -1,0 +1,1 @@
+"""What may stand on a side of the pair."""
