@@ -187,6 +187,8 @@ _WEAKER = {
     "row_factors": ("part", "order"),
     "scores_without": ("part", "equals", "row_factors", "channel_factors"),
     "part": ("equals", "channels"),
+    # A value that stands at another probe is as narrow as that one is.
+    "equals": ("cast",),
     "order": ("channels",),
 }
 """Clue -> those that say less of the same and are left out beside it."""

@@ -37,6 +37,8 @@ def whose_values(plan: Plan, result: ProbeResult, rows: Rows) -> str | None:
     expected = _expected(result, rows)
     if close is None or not sketches or not expected:
         return None
+    if plan.config.vocab_size == 1:  # rows of one token throughout are alike for that reason
+        return None
     ids = result.kind in ("token", "set")
     if ids and (len(expected) / plan.config.vocab_size) ** len(sketches) > _CHANCE:
         return _from_before(plan, result, sketches) if _is_rare(plan, len(sketches)) else None

@@ -120,6 +120,19 @@ def test_a_single_row_of_another_place():
     assert found == ["request 1 token 0 holds the value of request 0 token 3", "only request 1, on all its rows"]
 
 
+def test_in_a_vocabulary_of_one_rows_are_alike_anyway():
+    plan = plan_of(overrides=(("vocab_size", 1),))
+    found = hints(plan, [[(5, 5)], NONE], sketches=[[sketch(3)], None], marks=marks_of(plan))
+    assert found == ["only request 1, on all its rows"]
+
+
+def test_a_value_of_another_probe_is_no_cast():
+    """It is as narrow as that probe's values are."""
+    clues = {"cast": "bfloat16", "equals": "model.embed_tokens.out"}
+    assert hints(plan_of(), [[(5, 5)], NONE], clues=[clues, None])[0] == "holds the value of model.embed_tokens.out?"
+    assert hints(plan_of(), [[(5, 5)], NONE], clues=[{"cast": "bfloat16"}, None])[0].endswith("a cast?")
+
+
 def test_a_row_that_is_added_and_parts_that_went_elsewhere():
     plan = plan_of(requests=((17,),))
     every = [[(0, 8)], [(0, 7)]]
