@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from spcheck.case.codecs import FLAG, TEXT, Codec
@@ -100,11 +99,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Named:
-    """A setting of a case by the name of its field. ``default`` is dataclasses.MISSING where it has to be given."""
+    """A setting of a case by the name of its field; ``default`` means nothing where it has to be given."""
 
     name: str
     default: Any
     setting: Setting
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is REQUIRED
 
     def words_of(self, case: Any) -> list[str]:
         """What the id of a case says of it."""
@@ -114,7 +118,7 @@ class Named:
 
 
 def _as_field(make: Callable[P, Setting]) -> Callable[Concatenate[T, P], T]:
-    def as_field(default: T, *args: P.args, **options: P.kwargs) -> T:
+    def as_field(default: T, /, *args: P.args, **options: P.kwargs) -> T:
         declared: T = dataclasses.field(default=default, metadata={_METADATA: make(*args, **options)})
         return declared
 
@@ -135,11 +139,6 @@ def settings_of(kind: type[Any]) -> tuple[Named, ...]:
 
     A field without a declaration has no option, and belongs to the key of an engine.
     """
-    return _settings_of(kind)
-
-
-@cache
-def _settings_of(kind: type[Any]) -> tuple[Named, ...]:
     fields = dataclasses.fields(kind)
     return tuple(Named(field.name, field.default, field.metadata.get(_METADATA, _UNDECLARED)) for field in fields)
 
