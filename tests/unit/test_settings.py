@@ -146,6 +146,12 @@ def test_settings_that_come_to_the_same_share_an_engine():
     assert all(isinstance(declarations()[name].engine, Through) for options in named for name in options)
 
 
+def test_what_only_a_run_depends_on_keeps_the_engine():
+    kept = {name for name, declared in declarations().items() if isinstance(declared.engine, Without)}
+    requests = {"cached", "previous", "generate", "prefill_chunk", "mtp_steps"}
+    assert kept == requests | {"padding_content", "require_scheme", "backend", "timeout"}
+
+
 @dataclass(frozen=True)
 class Undeclared(Case):
     """A case with fields that nobody thought of when the key was written."""
