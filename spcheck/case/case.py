@@ -223,10 +223,10 @@ class Case:
         """The case that :meth:`to_json` wrote.
 
         Raises:
-            KeyError: a field is missing.
+            KeyError: there is no such setting.
         """
-        values = {named.name: named.setting.codec.from_json(data[named.name]) for named in settings_of(cls)}
-        return cls(**values)
+        codecs = {named.name: named.setting.codec for named in settings_of(cls)}
+        return cls(**{name: codecs[name].from_json(value) for name, value in data.items()})
 
 
 def in_order(kind: type[Case] = Case) -> list[Named]:

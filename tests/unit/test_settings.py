@@ -215,6 +215,12 @@ def test_each_value_is_read_as_it_is_written(name):
     assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
 
 
+def test_a_setting_that_is_unknown_is_not_passed_over():
+    with pytest.raises(KeyError, match="seeds"):
+        Case.from_json({"requests": [[5]], "seeds": 3})
+    assert Case.from_json({"requests": [[5]], "seed": 3}) == Case(requests=((5,),), seed=3)
+
+
 def options_of(words):
     shown = ("verbose", "quiet", "collectives", "json_target")
     return {name: value for name, value in diff.make_context("diff", words).params.items() if name not in shown}
