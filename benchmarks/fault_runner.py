@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from spcheck.case import Case
-from spcheck.cli.app import diff
+from spcheck.cli.diff import diff
 from spcheck.cli.options import case_of
 from spcheck.errors import HostFailed, SpcheckError
 from spcheck.launch.threads import ThreadHost

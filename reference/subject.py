@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -17,39 +18,55 @@ from reference.taps import Tap, all_taps
 BATCHING = "request"
 
 
-def build(
-    config: ModelConfig,
-    weights: TensorReader,
-    groups: Mapping[str, Communicator],
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    scheme: str = "reference",
-    aux_layers: tuple[int, ...] = (),
-    pad_to: int | None = None,
-    graph_sizes: tuple[int, ...] = (),
-    skip_padding: bool = False,
-    expert_parallel: bool = False,
-    all2all_backend: str = "",
-    lora_adapters: int = 0,
-) -> Engine:
+class Setup(Protocol):
+    """What is read of the object that an engine is built from."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+
+    @property
+    def weights(self) -> TensorReader:
+        """The checkpoint, and the tensors of ``lora_adapters`` adapters."""
+
+    @property
+    def groups(self) -> Mapping[str, Communicator]:
+        """``tp``: the ranks that share the model."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The working type."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers whose input is kept."""
+
+    @property
+    def lora_adapters(self) -> int:
+        """How many adapters there are."""
+
+
+def build(setup: Setup) -> Engine:
     """The engine with its weights loaded.
 
-    There is one dataflow, no padding rows and no expert parallelism, so what is set for these changes nothing.
-    With ``lora_adapters`` the reader has the tensors of as many adapters, too.
+    There is one dataflow, no padding rows and no expert parallelism, so nothing is read that is set for these.
 
     Raises:
         ValueError: the tensor-parallel size does not divide a size that is split, or an auxiliary layer does not exist.
         CheckpointError: a tensor is missing or has another shape.
     """
-    tp = groups["tp"]
+    config, tp = setup.config, setup.groups["tp"]
     _check_divisible(config, tp.size)
-    for layer in aux_layers:
+    for layer in setup.aux_layers:
         if not 0 <= layer <= config.num_hidden_layers:
             raise ValueError(f"auxiliary layer {layer} is not in 0 .. {config.num_hidden_layers}")
-    engine = Engine(config, tp, aux_layers, lora_adapters)
-    load_weights(engine, config, weights, dtype=dtype, device=device)
-    load_adapters(engine, engine.active_adapter, config, weights, dtype=dtype, device=device)
+    engine = Engine(config, tp, setup.aux_layers, setup.lora_adapters)
+    load_weights(engine, config, setup.weights, dtype=setup.dtype, device=setup.device)
+    load_adapters(engine, engine.active_adapter, config, setup.weights, dtype=setup.dtype, device=setup.device)
     return engine
 
 

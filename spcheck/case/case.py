@@ -1,27 +1,64 @@
-"""A case: everything that decides a run, as one frozen value whose id is the command that repeats it."""
+"""A case: everything that decides a run, as one frozen value whose id is the command that repeats it.
+
+Each setting is declared here and nowhere else. Its option, help, JSON field, words in the id, and place in the key of
+a built engine follow from the declaration (:mod:`spcheck.case.settings`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-NUMERICS = ("exact", "float64", "float32", "bfloat16")
-SCHEMES = ("auto", "tp", "moe-sp", "full-sp")
-GRID_NAMES = ("auto", "A", "B")
-BACKENDS = ("auto", "gloo", "nccl", "loopback")
-ALL2ALL_BACKENDS = ("allgather_reducescatter", "naive", "all_to_all")
-WEIGHTS = ("plain", "ties", "outliers")
-PADDING_CONTENTS = ("zero", "random", "nan", "stale")
-DEFAULT_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""The row counts for which engines capture CUDA graphs unless told otherwise."""
+from spcheck.case.choices import (
+    ALL2ALL_BACKENDS,
+    BACKENDS,
+    GRID_NAMES,
+    NUMERICS,
+    PADDING_CONTENTS,
+    SCALES,
+    SCHEMES,
+    WEIGHTS,
+    Requests,
+)
+from spcheck.case.codecs import (
+    COUNT,
+    FLAG,
+    GRAPH_SIZES,
+    NUMBERS,
+    OVERRIDES,
+    REQUESTS,
+    REQUESTS_AND_CACHED,
+    SECONDS,
+    TEXT,
+    choice,
+    override_text,
+    requests_text,
+)
+from spcheck.case.settings import REQUIRED, Named, Through, Without, setting, settings_of
+from spcheck.case.words import command_line
 
-Requests = tuple[tuple[int, ...], ...]
-"""Tokens of each request, per data-parallel rank; an empty tuple is an idle rank."""
+
+def _requests_words(case: Case) -> list[str]:
+    single = case.dp == 1 and len(case.requests[0]) == 1 and not any(map(any, case.cached_tokens))
+    return ["--dp", str(case.dp), "--tokens" if single else "--requests", case.requests_text]
+
+
+def _override_words(case: Case) -> list[str]:
+    return [word for override in case.overrides for word in ("--set", override_text(override))]
+
+
+def _has_adapters(case: Case) -> bool:
+    return bool(case.lora_rank or case.lora_adapters)
+
+
+def _has_no_pad_to(case: Case) -> bool:
+    return case.pad_to is None
+
+
+def _is_exact(case: Case) -> bool:
+    return case.numerics == "exact"
 
 
 @dataclass(frozen=True)
@@ -38,39 +75,112 @@ class Case:
     weights. ``reference`` and ``candidate`` are a subject's name, and behind a colon its scheme. ``reference_world`` is
     1 for a reference that the first rank of each data-parallel rank runs alone; None: as many ranks as the candidate
     has. Request ``i`` uses adapter ``i mod (lora_adapters + 1)``, the last of which is none.
+
+    The order of the fields is the order of the words in the id, apart from ``tp``, which comes first there.
     """
 
-    requests: Requests
-    tp: int
-    model: str = "dsv32-tiny"
-    scale: str = "full"
-    overrides: tuple[tuple[str, Any], ...] = ()
-    weights: str = "plain"
-    cached: Requests | None = None
-    previous: Requests | None = None
-    generate: int = 0
-    prefill_chunk: int | None = None
-    pp: int = 1
-    expert_parallel: bool = True
-    all2all_backend: str = "allgather_reducescatter"
-    lora_rank: int = 0
-    lora_adapters: int = 0
-    reference: str = "reference"
-    candidate: str = "optimized"
-    numerics: str = "exact"
-    grid: str = "auto"
-    reference_world: int | None = None
-    scheme: str = "auto"
-    require_scheme: str | None = None
-    mtp_steps: int = 1
-    aux_layers: tuple[int, ...] = ()
-    pad_to: int | None = None
-    graph_sizes: tuple[int, ...] = ()
-    skip_padding: bool = True
-    padding_content: str = "zero"
-    seed: int = 0
-    backend: str = "auto"
-    timeout: float = 60.0
+    # fmt: off
+    requests: Requests = setting(
+        REQUIRED, "--requests", "requests", REQUESTS_AND_CACHED,
+        "N new and C cached tokens of each request (1@40 decodes one); slashes part DP ranks, - is an idle one.",
+        metavar="N@C,N/N/-", spelled=_requests_words, engine=Through("data parallel size"))
+    tp: int = setting(2, "--tp", "world", COUNT, "Tensor-parallel ranks.")
+    cached: Requests | None = setting(
+        None, None, "requests", REQUESTS, "Given with --requests.",
+        engine=Without("an engine forgets all requests, and their caches, when a case starts"))
+    previous: Requests | None = setting(
+        None, "--previous", "requests", REQUESTS,
+        "Requests of a step before, through the same buffers; it is compared as well.",
+        metavar="N,N/N/-", brief=True, engine=Without("an engine takes any steps"))
+    generate: int = setting(
+        0, "--generate", "requests", COUNT,
+        "Greedy steps after the case's own, each verifying what was drafted before; a request ends at the model's "
+        "limit.", metavar="N", brief=True, engine=Without("an engine takes any number of steps"))
+    prefill_chunk: int | None = setting(
+        None, "--prefill-chunk", "requests", COUNT,
+        "New tokens of a prompt that one step takes at most; generated steps take the rest.",
+        metavar="N", brief=True, engine=Without("an engine takes chunks of any length"))
+    pp: int = setting(1, "--pp", "world", COUNT, "Pipeline-parallel ranks (only 1 is run).", brief=True)
+    expert_parallel: bool = setting(
+        True, "--expert-parallel/--no-expert-parallel", "world", FLAG,
+        "Whether whole experts are spread over all ranks; else each has channels of all.", handed=True)
+    all2all_backend: str = setting(
+        ALL2ALL_BACKENDS[0], "--all2all-backend", "world", choice(ALL2ALL_BACKENDS),
+        "How rows reach the experts and come back.", handed=True)
+    model: str = setting(
+        "dsv32-tiny", "--model", "model", TEXT,
+        "A preset, a config.json, or a checkpoint folder; without stored weights they are random.",
+        engine=Through("model"))
+    scale: str = setting(
+        "full", "--scale", "model", choice(SCALES),
+        "tiny: small sizes that the ranks divide in the place of the config's, for random weights.",
+        brief=True, engine=Through("model"))
+    overrides: tuple[tuple[str, Any], ...] = setting(
+        (), "--set", "model", OVERRIDES,
+        "Overrides a key of the model's config.json, after --scale; repeatable. A dot reaches a nested one: "
+        "rope_scaling.factor=4. null is for absent.",
+        metavar="KEY=VALUE", spelled=_override_words, engine=Through("model"))
+    weights: str = setting(
+        "plain", "--weights", "model", choice(WEIGHTS),
+        "Kind of random weights. ties: twin experts, tokens and index heads; outliers: a few channels a hundred times "
+        "larger.", brief=True)
+    mtp_steps: int = setting(
+        1, "--mtp-steps", "drafting", COUNT, "Tokens that every step drafts.", found="1; 0 without MTP layers",
+        engine=Without("an engine runs the draft steps that it is called for"))
+    aux_layers: tuple[int, ...] = setting(
+        (), "--aux-layers", "drafting", NUMBERS,
+        "Layers whose input is kept as an auxiliary hidden state (EAGLE-style drafters).",
+        metavar="I,I,...", handed=True)
+    lora_rank: int = setting(
+        0, "--lora-rank", "model", COUNT, "Rank of the LoRA adapters.", written=_has_adapters)
+    lora_adapters: int = setting(
+        0, "--lora-adapters", "model", COUNT,
+        "Random adapters; the requests of all data-parallel ranks use them in turn, and then none.",
+        written=_has_adapters, handed=True)
+    pad_to: int | None = setting(
+        None, "--pad-to", "padding", COUNT, "Pads the step to this many rows, as a captured CUDA graph does.",
+        brief=True, handed=True)
+    graph_sizes: tuple[int, ...] = setting(
+        (), "--graph-sizes", "padding", GRAPH_SIZES,
+        "Captured sizes: every forward is padded to the next one. default: 1, 2, 4, then every 8 to 256, every 16 to "
+        "512.", metavar="N,N,...", written=_has_no_pad_to, handed=True)
+    skip_padding: bool = setting(
+        True, "--skip-padding/--no-skip-padding", "padding", FLAG, "Whether padded rows are left unrouted.",
+        found="VLLM_MOE_SKIP_PADDING, else skip-padding", handed=True)
+    padding_content: str = setting(
+        "zero", "--padding-content", "padding", choice(PADDING_CONTENTS),
+        "What padded rows hold. stale: the rows of the step before (--previous, or one that fills the batch).",
+        engine=Without("a hook writes it, which is told anew when a case starts"))
+    numerics: str = setting(
+        "exact", "--numerics", "numerics", choice(NUMERICS),
+        "exact: float64 on a grid, where every sum is exact; else a plain type.", engine=Through("arithmetic"))
+    grid: str = setting(
+        "auto", "--grid", "numerics", choice(GRID_NAMES), "Grid of exact numerics; B is coarser and leaves more room.",
+        written=_is_exact, engine=Through("arithmetic"))
+    reference: str = setting(
+        "reference", "--reference", "running", TEXT, "What is compared with: reference, or optimized:tp and the like.",
+        metavar="SUBJECT[:SCHEME]", engine=Through("side"))
+    candidate: str = setting(
+        "optimized", "--candidate", "running", TEXT, "What is compared.",
+        metavar="SUBJECT[:SCHEME]", engine=Through("side"))
+    reference_world: int | None = setting(
+        None, "--reference-world", "world", COUNT,
+        "Ranks of a data-parallel rank's reference: 1, or the candidate's --tp (the default).",
+        metavar="N", brief=True, engine=Through("side"))
+    scheme: str = setting(
+        "auto", "--scheme", "world", choice(SCHEMES), "Candidate's dataflow.", engine=Through("side"))
+    require_scheme: str | None = setting(
+        None, "--require-scheme", "running", choice(SCHEMES[1:]), "Exit 3 unless this scheme ran.",
+        brief=True, engine=Without("it is asked of the result"))
+    seed: int = setting(0, "--seed", "running", COUNT, "Random weights, tokens, padding.")
+    backend: str = setting(
+        "auto", "--backend", "running", choice(BACKENDS), "What joins the ranks.",
+        engine=Without("an engine is connected to the groups of each case anew"))
+    timeout: float = setting(
+        60.0, "--timeout", "running", SECONDS,
+        "Seconds that one step may take: a run in which no rank begins another one counts as hung.",
+        engine=Without("it is how long the parent waits"))
+    # fmt: on
 
     def __hash__(self) -> int:
         """Of the id: the values of ``overrides`` may be lists and objects."""
@@ -99,44 +209,10 @@ class Case:
     @property
     def id(self) -> str:
         """The command line that repeats this case, every default spelled out."""
-        words = ["spcheck", "diff", *self._world(), *self._shape(), *self._padding(), *self._policy()]
-        return " ".join(map(_word, words))
-
-    def _world(self) -> list[str]:
-        single = self.dp == 1 and len(self.requests[0]) == 1 and not any(map(any, self.cached_tokens))
-        words = ["--tp", str(self.tp), "--dp", str(self.dp)]
-        words += ["--tokens" if single else "--requests", self.requests_text]
-        words += ["--previous", requests_text(self.previous)] if self.previous is not None else []
-        words += ["--generate", str(self.generate)] if self.generate else []
-        words += ["--prefill-chunk", str(self.prefill_chunk)] if self.prefill_chunk is not None else []
-        words += ["--pp", str(self.pp)] if self.pp != 1 else []
-        words += ["--expert-parallel" if self.expert_parallel else "--no-expert-parallel"]
-        return [*words, "--all2all-backend", self.all2all_backend]
-
-    def _shape(self) -> list[str]:
-        words = ["--model", self.model]
-        words += ["--scale", self.scale] if self.scale != "full" else []
-        for key, value in self.overrides:
-            words += ["--set", f"{key}={json.dumps(value) if not isinstance(value, str) else value}"]
-        words += ["--weights", self.weights] if self.weights != "plain" else []
-        words += ["--mtp-steps", str(self.mtp_steps), "--aux-layers", _join(self.aux_layers) or "none"]
-        lora = ["--lora-rank", str(self.lora_rank), "--lora-adapters", str(self.lora_adapters)]
-        return words + (lora if self.lora_rank or self.lora_adapters else [])
-
-    def _padding(self) -> list[str]:
-        sizes = "default" if self.graph_sizes == DEFAULT_GRAPH_SIZES else _join(self.graph_sizes) or "none"
-        words = ["--pad-to", str(self.pad_to)] if self.pad_to is not None else ["--graph-sizes", sizes]
-        words += ["--skip-padding" if self.skip_padding else "--no-skip-padding"]
-        return [*words, "--padding-content", self.padding_content]
-
-    def _policy(self) -> list[str]:
-        words = ["--numerics", self.numerics]
-        words += ["--grid", self.grid] if self.numerics == "exact" else []
-        words += ["--reference", self.reference, "--candidate", self.candidate]
-        words += ["--reference-world", str(self.reference_world)] if self.reference_world is not None else []
-        words += ["--scheme", self.scheme]
-        words += ["--require-scheme", self.require_scheme] if self.require_scheme else []
-        return [*words, "--seed", str(self.seed), "--backend", self.backend, "--timeout", f"{self.timeout:g}"]
+        words = ["spcheck", "diff"]
+        for named in in_order(type(self)):
+            words += named.words_of(self)
+        return command_line(words)
 
     def to_json(self) -> dict[str, Any]:
         """The case as plain data, for another process."""
@@ -144,29 +220,16 @@ class Case:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Case:
-        """The case that :meth:`to_json` wrote (JSON has no tuples)."""
-        values = dict(data)
-        for name in ("requests", "cached", "previous", "overrides"):
-            values[name] = None if values[name] is None else tuple(map(tuple, values[name]))
-        for name in ("aux_layers", "graph_sizes"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        """The case that :meth:`to_json` wrote.
+
+        Raises:
+            KeyError: there is no such setting.
+        """
+        codecs = {named.name: named.setting.codec for named in settings_of(cls)}
+        return cls(**{name: codecs[name].from_json(value) for name, value in data.items()})
 
 
-def requests_text(requests: Requests, cached: Requests | None = None) -> str:
-    """``5,1@40/11/-``: data-parallel ranks apart by a slash, an idle one a dash; cached tokens behind an @."""
-    held = cached or tuple((0,) * len(here) for here in requests)
-    ranks = [zip(*both, strict=True) for both in zip(requests, held, strict=True)]
-    return "/".join(",".join(f"{new}@{old}" if old else str(new) for new, old in here) or "-" for here in ranks)
-
-
-def _join(numbers: tuple[int, ...]) -> str:
-    return ",".join(str(n) for n in numbers)
-
-
-def _word(text: str) -> str:
-    """One word for a shell, on one line: a name with a line break or an escape sequence as bash and zsh write it."""
-    if text.isprintable():
-        return shlex.quote(text)
-    plain = range(0x20, 0x7F)
-    return "$'" + "".join(chr(b) if b in plain and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(text)) + "'"
+def in_order(kind: type[Case] = Case) -> list[Named]:
+    """The settings in the order of a command line: the ranks come first."""
+    requests, tp, *others = settings_of(kind)
+    return [tp, requests, *others]

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from reference.config import ModelConfig
-from spcheck.case import Case, requests_text
+from spcheck.case import LARGEST_WORLD, Case, requests_text
 from spcheck.errors import UsageError
 from spcheck.plan.schemes import SidePlan
 from spcheck.plan.steps import Step
 
 _MOST = 10**6  # rows, or draft steps: far over what one run can hold
-LARGEST_WORLD = 1024
 
 
 def check_requests(case: Case) -> None:

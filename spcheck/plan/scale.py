@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-SCALES = ("full", "tiny")
-
 _DENSE_LAYERS = 3  # before the first MoE layer, at most
 _MOE_LAYERS = 3  # where every layer behind them has experts; else two, and a dense one behind them
 _EXPERTS = 24  # at least, where there are as many

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
-    from reference.checkpoint import TensorReader
     from reference.config import ModelConfig
-    from spcheck.comm.interface import Communicator
+    from spcheck.subjects.setup import Setup
 
 
 STEERING = ("token", "accepted")
@@ -147,23 +145,7 @@ class Subject(Protocol):
 
     BATCHING: str
 
-    def build(
-        self,
-        config: ModelConfig,
-        weights: TensorReader,
-        groups: Mapping[str, Communicator],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        scheme: str,
-        aux_layers: tuple[int, ...],
-        pad_to: int | None,
-        graph_sizes: tuple[int, ...],
-        skip_padding: bool,
-        expert_parallel: bool,
-        all2all_backend: str,
-        lora_adapters: int,
-    ) -> nn.Module:
+    def build(self, setup: Setup) -> nn.Module:
         """The engine, its weights loaded (:class:`Engine` is the rest of its type)."""
 
     def taps(

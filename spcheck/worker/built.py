@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 
-from spcheck.case import Case
+from spcheck.case import Case, Resolved, engine_values, handed_values
 from spcheck.comm.interface import Communicator, World
 from spcheck.comm.recorded import CollectiveRecord, Recorded
 from spcheck.comm.trace import Trace
@@ -19,6 +19,7 @@ from spcheck.plan.place import groups_of
 from spcheck.plan.plan import Plan
 from spcheck.plan.schemes import SidePlan
 from spcheck.subjects.protocol import Engine, Tap, load_subject, taps_of
+from spcheck.subjects.setup import Setup
 from spcheck.worker.capture import Capture, PaddingWriter
 from spcheck.worker.loading import Loading
 from spcheck.worker.replay import Replay
@@ -90,14 +91,21 @@ class EnginePool:
 
 
 def build_key(side: SidePlan, plan: Plan, rank: int, device: torch.device) -> tuple[object, ...]:
-    """Everything that a built engine depends on."""
-    case = plan.case
-    return (
-        *(side, rank, case.tp, case.dp, device, plan.dtype, plan.grid),
-        *(plan.folder, plan.config, case.seed, case.weights, case.aux_layers),
-        *(case.pad_to, case.graph_sizes, case.skip_padding),
-        *(case.expert_parallel, case.all2all_backend, case.lora_rank, case.lora_adapters),
-    )
+    """Everything that a built engine depends on.
+
+    That is every setting of the case, unless its declaration names what it comes to or says why it does not count.
+    """
+    return (rank, device, *_resolved(side, plan).values(), *engine_values(plan.case))
+
+
+def _resolved(side: SidePlan, plan: Plan) -> dict[Resolved, Hashable]:
+    """What the plan makes of settings that an engine depends on."""
+    return {
+        "data parallel size": plan.case.dp,
+        "model": (plan.folder, plan.config),
+        "arithmetic": (plan.dtype, plan.grid),
+        "side": side,
+    }
 
 
 def build(side: SidePlan, plan: Plan, rank: int, device: torch.device, groups: dict[str, Recorded]) -> Built:
@@ -126,21 +134,19 @@ def build(side: SidePlan, plan: Plan, rank: int, device: torch.device, groups: d
 
 def build_bare(side: SidePlan, plan: Plan, device: torch.device, groups: Mapping[str, Communicator]) -> nn.Module:
     """The subject as a case asks for it, without any hook; ``groups`` are those that :func:`own_groups` names."""
-    case = plan.case
-    return load_subject(side.module).build(
-        plan.config,
-        open_weights(plan),
-        groups,
+    return load_subject(side.module).build(setup_of(side, plan, device, groups))
+
+
+def setup_of(side: SidePlan, plan: Plan, device: torch.device, groups: Mapping[str, Communicator]) -> Setup:
+    """What a side's subject is told."""
+    return Setup(
+        config=plan.config,
+        weights=open_weights(plan),
+        groups=groups,
         dtype=getattr(torch, plan.dtype),
         device=device,
         scheme=side.asked,
-        aux_layers=case.aux_layers,
-        pad_to=case.pad_to,
-        graph_sizes=case.graph_sizes,
-        skip_padding=case.skip_padding,
-        expert_parallel=case.expert_parallel,
-        all2all_backend=case.all2all_backend,
-        lora_adapters=case.lora_adapters,
+        **handed_values(plan.case),
     )
 
 

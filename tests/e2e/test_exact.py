@@ -154,9 +154,9 @@ def test_the_snap_of_weights_is_needed(rounded, monkeypatch):
     """The candidate's are an ulp off before it."""
     plain = optimized.subject.build
 
-    def build(config, weights, *args, **options):
-        weights.stored = OneUlpOff(weights.stored)
-        return plain(config, weights, *args, **options)
+    def build(setup):
+        setup.weights.stored = OneUlpOff(setup.weights.stored)
+        return plain(setup)
 
     monkeypatch.setattr(optimized.subject, "build", build)
     if not rounded:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -93,10 +94,16 @@ def on_ranks(
     """What ``drive`` returns on each rank, given its engine."""
 
     def rank(world):
-        group = world.group("tp", range(world.size))
-        return drive(
-            subject.build(config, reader, {"tp": group}, dtype=dtype, device=torch.device("cpu"), aux_layers=aux_layers)
+        setup = SimpleNamespace(
+            config=config,
+            weights=reader,
+            groups={"tp": world.group("tp", range(world.size))},
+            dtype=dtype,
+            device=torch.device("cpu"),
+            aux_layers=aux_layers,
+            lora_adapters=0,
         )
+        return drive(subject.build(setup))
 
     return run_loopback(tp, rank)
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -34,9 +35,16 @@ class Alone:
 
 def engine_of(*, reader=None, group=None, dtype=torch.float64, aux_layers=(), **changes):
     config = parse_config(RAW | {k: v for k, v in changes.items() if k in RAW}, changes)
-    groups = {"tp": group or Alone()}
-    reader = reader or RandomWeights(config, 0)
-    return subject.build(config, reader, groups, dtype=dtype, device=CPU, aux_layers=aux_layers)
+    setup = SimpleNamespace(
+        config=config,
+        weights=reader or RandomWeights(config, 0),
+        groups={"tp": group or Alone()},
+        dtype=dtype,
+        device=CPU,
+        aux_layers=aux_layers,
+        lora_adapters=0,
+    )
+    return subject.build(setup)
 
 
 def keep(engine, module: str) -> list[torch.Tensor]:

@@ -6,7 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from spcheck.case import DEFAULT_GRAPH_SIZES, Case
-from spcheck.cli import app as cli
+from spcheck.cli import diff as command
+from spcheck.cli.app import cli
 
 FULL = Case(
     requests=((5, 1), (11,), ()),
@@ -42,8 +43,8 @@ SIZES = Case(requests=((17,), (17,)), tp=1, graph_sizes=DEFAULT_GRAPH_SIZES, pp=
 @pytest.mark.parametrize("case", [FULL, PLAIN, SIZES], ids=["full", "plain", "sizes"])
 def test_the_id_repeats_the_case(case, monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))
-    CliRunner().invoke(cli.cli, shlex.split(case.id)[1:], catch_exceptions=False)
+    monkeypatch.setattr(command, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))
+    CliRunner().invoke(cli, shlex.split(case.id)[1:], catch_exceptions=False)
     assert seen == [case]
 
 
@@ -55,12 +56,12 @@ def test_json_round_trip():
 
 def test_the_environment_gives_the_default_of_skip_padding(monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))
+    monkeypatch.setattr(command, "_compare", lambda case: seen.append(case) or (_ for _ in ()).throw(SystemExit(0)))
     for value in (None, "1", "0"):
         monkeypatch.delenv("VLLM_MOE_SKIP_PADDING", raising=False)
         if value is not None:
             monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", value)
-        CliRunner().invoke(cli.cli, ["diff", "--tokens", "3"], catch_exceptions=False)
+        CliRunner().invoke(cli, ["diff", "--tokens", "3"], catch_exceptions=False)
     monkeypatch.setenv("VLLM_MOE_SKIP_PADDING", "0")
-    CliRunner().invoke(cli.cli, ["diff", "--tokens", "3", "--skip-padding"], catch_exceptions=False)
+    CliRunner().invoke(cli, ["diff", "--tokens", "3", "--skip-padding"], catch_exceptions=False)
     assert [case.skip_padding for case in seen] == [True, True, False, True]

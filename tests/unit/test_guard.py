@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,9 +196,16 @@ def largest_sums(x, linear, added):
 
 def adapted_reference(world, plan, reader):
     """Norms of a run of the reference with two adapters, and the largest sums: of A x and of all, by product."""
-    groups = {"tp": world.group("tp", range(world.size))}
-    options = {"dtype": torch.float64, "device": torch.device("cpu"), "lora_adapters": 2}
-    engine, largest = reference.subject.build(plan.config, reader, groups, **options), {}
+    setup = SimpleNamespace(
+        config=plan.config,
+        weights=reader,
+        groups={"tp": world.group("tp", range(world.size))},
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        aux_layers=(),
+        lora_adapters=2,
+    )
+    engine, largest = reference.subject.build(setup), {}
     snapper = spcheck.worker.built.Snapper(engine, plan.config, plan.grid, watch=True)
 
     def watch(name, module, args):

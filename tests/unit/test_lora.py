@@ -3,6 +3,7 @@
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,10 +54,10 @@ class Merged:
 
 
 def build(world, subject, *, reader=ADAPTED, lora_adapters=2, dtype=F64, scheme="auto", pad_to=None):
-    return subject.build(
-        CONFIG,
-        reader,
-        {name: world.group(name, range(world.size)) for name in ("tp", "ep")},
+    setup = SimpleNamespace(
+        config=CONFIG,
+        weights=reader,
+        groups={name: world.group(name, range(world.size)) for name in ("tp", "ep")},
         dtype=dtype,
         device=torch.device("cpu"),
         scheme=scheme,
@@ -68,6 +69,7 @@ def build(world, subject, *, reader=ADAPTED, lora_adapters=2, dtype=F64, scheme=
         all2all_backend="naive",
         lora_adapters=lora_adapters,
     )
+    return subject.build(setup)
 
 
 def watch(engine):

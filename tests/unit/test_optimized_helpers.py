@@ -4,6 +4,7 @@ import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -55,11 +56,16 @@ DEFAULTS = {
 
 
 def build(world, config, *, scheme, dp=1, reader=None, calls=None, **options):
-    """One rank's engine; ``options`` are those of ``optimized.subject.build``. ``calls`` gets its collectives."""
+    """One rank's engine; ``options`` are attributes of what it is built from. ``calls`` gets its collectives."""
     handed = groups(world, dp)
     if calls is not None:
         handed = {name: Spy(group, calls) for name, group in handed.items()}
-    return subject.build(config, reader or weights(config), handed, scheme=scheme, **(DEFAULTS | options))
+    return subject.build(setup_of(config, reader or weights(config), handed, scheme=scheme, **options))
+
+
+def setup_of(config, reader, handed, **options):
+    """What an engine is built from, with these options; plain attributes, as a subject knows no tool."""
+    return SimpleNamespace(config=config, weights=reader, groups=handed, **(DEFAULTS | options))
 
 
 def on_ranks(size, main):

@@ -4,7 +4,7 @@ import functools
 from itertools import pairwise
 
 import torch
-from test_optimized_helpers import DEFAULTS, Seen, build, close, groups, on_ranks, token_ids, weights
+from test_optimized_helpers import Seen, build, close, groups, on_ranks, setup_of, token_ids, weights
 
 import reference.subject
 from optimized.batch import Chunk
@@ -74,8 +74,7 @@ def plainly(config, play, lengths):
     """What ``play(session)`` gives through the reference on one rank."""
 
     def main(world):
-        options = {**DEFAULTS, "scheme": "reference"}
-        engine = reference.subject.build(config, weights(config), groups(world), **options)
+        engine = reference.subject.build(setup_of(config, weights(config), groups(world), scheme="reference"))
         return play(PlainSession(engine, config, lengths))
 
     return on_ranks(1, main)[0]
