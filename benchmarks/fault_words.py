@@ -41,7 +41,6 @@ KINDS = {
     "decode": r"decod",
     "prefill": r"prompt|prefill",
     "first": r"first row",
-    "batch": r"of the batch on",
     "last": r"last row",
     "border": r"border|row of (a|its|each|every) shard",
     "replicas": r"the replicas on rank",
