@@ -74,8 +74,10 @@ class Pair:
 
     def checked(self):
         start = time.perf_counter()
-        self.host.run(self.plan)
-        return time.perf_counter() - start
+        log = self.host.run(self.plan)
+        seconds = time.perf_counter() - start
+        assert not log.failed
+        return seconds
 
     def unprobed(self):
         start = time.perf_counter()

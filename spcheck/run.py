@@ -8,7 +8,7 @@ from spcheck.case import Case
 from spcheck.errors import HostFailed
 from spcheck.judge.failure import failure_sentence, internal_error
 from spcheck.judge.verdict import Comparison, conclude
-from spcheck.launch.interface import Host, Progress, silent
+from spcheck.launch.interface import Host, Progress, RunLog, silent
 from spcheck.plan.plan import Plan, make_plan
 
 
@@ -28,7 +28,16 @@ def run(case: Case, host: Host, progress: Progress = silent) -> Comparison:
 def run_once(plan: Plan, host: Host, progress: Progress = silent) -> Comparison:
     """The same for a checked case, with its own grid only."""
     log = host.run(plan, progress)
+    progress("judging")
+    return judged(plan, log)
+
+
+def judged(plan: Plan, log: RunLog) -> Comparison:
+    """What is made of the reports that came back.
+
+    Raises:
+        HostFailed: spcheck itself broke on a rank.
+    """
     if internal := internal_error(log.reports):
         raise HostFailed(*internal)
-    progress("judging")
     return conclude(plan, log.reports, log.environment, log.ending or failure_sentence(log.reports))

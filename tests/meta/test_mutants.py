@@ -6,16 +6,15 @@ import pytest
 
 from fixtures.mutants import MUTANTS, Mutant
 from spcheck.case import Case
-from spcheck.judge.failure import failure_sentence
-from spcheck.judge.verdict import conclude
 from spcheck.launch.threads import ThreadHost
 from spcheck.plan.plan import make_plan
+from spcheck.run import judged
 
 
 def run(options):
     plan = make_plan(Case(**{"backend": "loopback", **options}))
     log = ThreadHost().run(plan)
-    return log.reports, conclude(plan, log.reports, log.environment, log.ending or failure_sentence(log.reports))
+    return log.reports, judged(plan, log)
 
 
 @lru_cache(maxsize=32)
