@@ -3,15 +3,10 @@
 from spcheck.case.case import Case, in_order
 from spcheck.case.choices import (
     ALL2ALL_BACKENDS,
-    BACKENDS,
     DEFAULT_GRAPH_SIZES,
-    GRID_NAMES,
     LARGEST_WORLD,
     NUMERICS,
-    PADDING_CONTENTS,
-    SCALES,
     SCHEMES,
-    WEIGHTS,
     Requests,
 )
 from spcheck.case.codecs import requests_text
@@ -24,22 +19,16 @@ from spcheck.case.settings import (
     Without,
     engine_values,
     handed_values,
-    setting,
     settings_of,
 )
 
 __all__ = [
     "ALL2ALL_BACKENDS",
-    "BACKENDS",
     "DEFAULT_GRAPH_SIZES",
-    "GRID_NAMES",
     "GROUPS",
     "LARGEST_WORLD",
     "NUMERICS",
-    "PADDING_CONTENTS",
-    "SCALES",
     "SCHEMES",
-    "WEIGHTS",
     "Case",
     "Named",
     "Requests",
@@ -51,6 +40,5 @@ __all__ = [
     "handed_values",
     "in_order",
     "requests_text",
-    "setting",
     "settings_of",
 ]
